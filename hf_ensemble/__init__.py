@@ -1,0 +1,23 @@
+"""Several causal language models, with different tokenizers, that decode together as one Hugging Face model."""
+
+from .config import EnsembleConfig, GacConfig, MemberConfig, UniteConfig
+from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
+from .generation.logits_process import EnsembleLogitsProcessor
+from .model import EnsembleForCausalLM
+from .vocabulary.union import UnionVocabulary
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ConfigurationError",
+    "EnsembleConfig",
+    "EnsembleError",
+    "EnsembleForCausalLM",
+    "EnsembleLogitsProcessor",
+    "GacConfig",
+    "MemberConfig",
+    "MemberError",
+    "UniteConfig",
+    "UnionVocabulary",
+    "VocabularyError",
+]

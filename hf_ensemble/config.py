@@ -1,0 +1,173 @@
+"""Configurations: what an ensemble is made of, how its members are mixed, and with which options."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from .errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """Base of the methods' options."""
+
+    name: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The method's name and options, as they are saved."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+
+@dataclass(frozen=True)
+class GacConfig(MethodConfig):
+    """GaC: the weighted average over the union vocabulary. It has no options."""
+
+    name: ClassVar[str] = "gac"
+
+
+@dataclass(frozen=True)
+class UniteConfig(MethodConfig):
+    """UniTE: mixing over the union of the members' best entries."""
+
+    name: ClassVar[str] = "unite"
+
+    top_k: int = 10
+    """Number of entries that each member proposes at a step; a smaller vocabulary proposes all it has."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 1:
+            raise ConfigurationError(f"`top_k` has to be a positive integer, but is {self.top_k!r}.")
+
+
+METHODS: dict[str, type[MethodConfig]] = {config.name: config for config in (GacConfig, UniteConfig)}
+
+
+def method_config(method: "str | MethodConfig | dict[str, Any]") -> MethodConfig:
+    """Turn a method's name, options or saved options into its configuration.
+
+    Raises:
+        ConfigurationError: If there is no such method or option.
+    """
+    if isinstance(method, MethodConfig):
+        return method
+    options = dict(method) if isinstance(method, dict) else {}
+    name = options.pop("name", None) if isinstance(method, dict) else method
+    if name not in METHODS:
+        raise ConfigurationError(f"unknown method {name!r}. Known methods: {', '.join(sorted(METHODS))}.")
+    known = {option.name for option in dataclasses.fields(METHODS[name])}
+    if unknown := sorted(set(options) - known):
+        raise ConfigurationError(f"method {name!r} has no option {unknown[0]!r}. Options: {sorted(known) or 'none'}.")
+    return METHODS[name](**options)
+
+
+def normalize_weights(weights: Sequence[float] | None, num_members: int) -> list[float]:
+    """Check mixing weights and scale them to sum 1; None gives every member the same.
+
+    Raises:
+        ConfigurationError: If there is not one weight per member, or one is negative or not finite, or all are 0.
+    """
+    if weights is None:
+        return [1.0 / num_members] * num_members
+    values = [float(w) for w in weights]
+    if len(values) != num_members:
+        raise ConfigurationError(
+            f"`weights` must have one entry per member: got {len(values)} for {num_members} members."
+        )
+    if any(not math.isfinite(w) or w < 0 for w in values):
+        raise ConfigurationError(f"`weights` must be finite and at least 0, but are {values}.")
+    if sum(values) == 0:
+        raise ConfigurationError(f"`weights` must not all be 0, but are {values}.")
+    return [w / sum(values) for w in values]
+
+
+@dataclass
+class MemberConfig:
+    """Where one member comes from and how it is loaded."""
+
+    path: str | None = None
+    """Hub id or path of the model. In a saved ensemble, a path may be relative to its folder. None: the member was
+    given as an object that came from nowhere."""
+
+    name: str | None = None
+    """Name used in errors. Default: the last part of `path`."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+
+    subfolder: str | None = None
+    """Folder within the repository or path."""
+
+    gguf_file: str | None = None
+    """File to load in a repository of GGUF files."""
+
+    dtype: str | None = None
+    """Name of the weights' dtype (`"float32"`, `"bfloat16"`, …). None: as the ensemble is loaded."""
+
+    device_map: Any = None
+    """Where the weights go, as in `transformers`. None: as the ensemble is loaded. Never saved."""
+
+    tokenizer: str | None = None
+    """Hub id or path of the tokenizer, if it is not beside the model."""
+
+    eos_token_id: list[int] = field(default_factory=list)
+    """Ids that end a text besides those of the member's generation config."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.eos_token_id, int):
+            self.eos_token_id = [self.eos_token_id]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is saved: everything that is set, but for `device_map`, which belongs to one machine."""
+        values = dataclasses.asdict(self)
+        del values["device_map"]
+        return {key: value for key, value in values.items() if value not in (None, [])}
+
+
+class EnsembleConfig(PreTrainedConfig):
+    """Configuration of an ensemble: its members, the method that fuses them, and their mixing weights.
+
+    Holds the primary's configuration too, since that is the text configuration of an ensemble.
+    """
+
+    model_type = "hf_ensemble"
+
+    members: Any = None
+    """`MemberConfig`s, the primary first."""
+
+    method: Any = "unite"
+    """Name or configuration of the method."""
+
+    weights: list[float] | None = None
+    """Mixing weights, one per member; None gives every member the same."""
+
+    primary_config: Any = None
+    """The primary's configuration."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.members = [m if isinstance(m, MemberConfig) else MemberConfig(**m) for m in self.members or []]
+        self.method = method_config(self.method)
+        if self.weights is not None:
+            self.weights = normalize_weights(self.weights, len(self.members))
+        if isinstance(self.primary_config, dict):
+            options = dict(self.primary_config)
+            self.primary_config = AutoConfig.for_model(options.pop("model_type"), **options)
+        super().__post_init__(**kwargs)
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """The primary's text configuration: an ensemble reads and writes its ids."""
+        if self.primary_config is None:
+            return self
+        text_config: PreTrainedConfig = self.primary_config.get_text_config(decoder=decoder, encoder=encoder)
+        return text_config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON values."""
+        values: dict[str, Any] = super().to_dict()
+        values["members"] = [member.to_dict() for member in self.members]
+        values["method"] = self.method.to_dict()
+        values["primary_config"] = None if self.primary_config is None else self.primary_config.to_dict()
+        return values

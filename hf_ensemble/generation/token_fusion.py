@@ -1,0 +1,412 @@
+"""One call's token-level fusion: the assistants' states, what has been written, and what is still queued."""
+
+import warnings
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigurationError, MemberError
+from ..member import Member, MemberState
+from ..methods.base import TokenMethod
+from ..mixing import fold
+from ..vocabulary.context import MemberContext
+
+
+class TokenFusion:
+    """Turns the primary's logits of every step into the ensemble's, for the rows of one `generate` call.
+
+    Every step goes: `fuse` (fused log-probabilities of every row), then, where the decision is made over the union
+    vocabulary, `select`, then `receive` (the chosen ids reach the host, in one transfer, and every assistant's context
+    follows the text).
+
+    Args:
+        members: The members; the first is the primary, which runs elsewhere.
+        method: The method, made for these members.
+        weights: Mixing weights, one per member, summing to 1. An assistant of weight 0 does not run.
+        prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
+        prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
+        is_wide: Whether the decision is made over the union vocabulary.
+        keep_rows: Whether to keep the rows of `scores` and `logits` that `generate` returns.
+
+    Attributes:
+        states: Each assistant's state, by member index.
+        logits_rows, scores_rows: What was kept: rows over the primary's ids, before and after the processors.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        method: TokenMethod,
+        weights: Sequence[float],
+        prompt_ids: Tensor,
+        prompt_mask: Tensor | None,
+        is_wide: bool,
+        keep_rows: bool = False,
+    ):
+        self.members = list(members)
+        self.method = method
+        self.is_wide = is_wide and method.is_wide
+        self.keep_rows = keep_rows
+        self.logits_rows: list[Tensor] = []
+        self.scores_rows: list[Tensor] = []
+        self.num_steps = 0
+        self._weights = list(weights)
+        self._primary_bytes = members[0].encoder.token_bytes
+        self._width = members[0].vocab_size
+        self._input_ids = prompt_ids
+        self._live = list(range(prompt_ids.shape[0]))
+        self._queues: list[deque[int]] = [deque() for _ in self._live]
+        self._written: list[list[int]] = [[] for _ in self._live]
+        self._entries = [b""] * len(self._live)
+        self._chosen: Tensor | None = None
+        self._empty: Tensor | None = None
+        self._normalizers: Tensor | None = None
+        self._warned_control: set[int] = set()
+        prompts = self._prompt_bytes(prompt_ids, prompt_mask)
+        self._lengths = [length for _, length in prompts]
+        # Rows of one prompt (beams, returned sequences) share its forward pass: see `_expand_prompts`.
+        distinct = list(dict.fromkeys(prompt for prompt, _ in prompts))
+        self._prompt_of_row: list[int] | None = [distinct.index(prompt) for prompt, _ in prompts]
+        self.states: dict[int, MemberState[MemberContext]] = {}
+        for index, member in enumerate(members):
+            if index > 0 and weights[index] > 0:
+                contexts = [MemberContext(member.encoder, method.resync, prompt) for prompt in distinct]
+                if not all(context.ids for context in contexts):
+                    raise ConfigurationError(
+                        f"member {member.name!r} has nothing to start from: a prompt is empty, and its tokenizer has "
+                        "neither a BOS nor an EOS token. Give a prompt that is not empty."
+                    )
+                self.states[index] = MemberState(member, contexts)
+        for member, longest in self._lengths_by_member():
+            if member.max_positions is not None and longest > member.max_positions:
+                raise ConfigurationError(
+                    f"member {member.name!r} has positions for {member.max_positions} ids, but the prompt takes "
+                    f"{longest} of its ids. Shorten the prompt."
+                )
+
+    # Fusing
+
+    def fuse(self, scores: Tensor, normalize: bool = True) -> Tensor:
+        """Fuse the logits of one step.
+
+        Args:
+            scores: The primary's logits of shape `(batch_size, primary_vocab_size)`.
+            normalize: Whether the primary's are raw logits, so that the fused scores shall carry the members'
+                logsumexp, on which penalties depend; not so in beam search, which hands on log-probabilities.
+
+        Returns:
+            Fused log-probabilities plus the weighted logsumexp, in float32, of shape `(batch_size, union_size)` if the
+            decision is made over the union vocabulary, else `(batch_size, primary_vocab_size)`.
+        """
+        if self.is_wide and self._live and all(self._queues[row] for row in self._live):
+            return scores
+        primary = scores.float()
+        if self._weights[0] == 0:
+            # Only read for which of its EOS ids to write.
+            primary = torch.nan_to_num(primary)
+        logits: list[Tensor | None] = [primary, *([None] * (len(self.members) - 1))]
+        weights = primary.new_tensor(self._weights).expand(primary.shape[0], -1)
+        self._expand_prompts()
+        for index, state in self.states.items():
+            sitting_out = [row for row, context in zip(self._live, state.contexts, strict=True) if context.sits_out]
+            if not self._live or len(sitting_out) == len(self._live):
+                weights = _without(weights, index, self._live)
+                continue
+            if sitting_out:
+                weights = _without(weights, index, sitting_out)
+            logits[index] = self._spread(state.logits().to(primary.device, torch.float32))
+        mixed = self.method.mix(logits, weights)
+        self._normalizers = torch.where(weights > 0, mixed.normalizers, 0.0)
+        fused = mixed.logprobs if self.is_wide else self.folded(mixed.logprobs)
+        if self.keep_rows:
+            self.logits_rows.append(self.folded(fused))
+        return fused + (weights * self._normalizers).sum(-1, keepdim=True) if normalize else fused
+
+    def folded(self, rows: Tensor) -> Tensor:
+        """Fold rows over the union vocabulary onto the primary's ids; others as they are."""
+        if rows.shape[-1] == self._width:
+            return rows
+        return fold(rows, self.method.first_ids_beyond_primary, self._width)
+
+    # Choosing
+
+    def select(self, scores: Tensor, do_sample: bool) -> Tensor:
+        """Choose each row's entry, and hand out its first id or the next queued one.
+
+        Args:
+            scores: Processed scores, as `fuse` gave them.
+            do_sample: Whether to draw from the softmax of `scores`; else the best is taken.
+
+        Returns:
+            Scores over the primary's ids: where the decision was made over the union vocabulary, 0 for the id to write
+            and `-inf` elsewhere.
+        """
+        queued = {row: self._queues[row][0] for row in self._live if self._queues[row]} if self.is_wide else {}
+        if len(queued) == len(self._live) and queued:
+            forced = torch.zeros(scores.shape[0], dtype=torch.long)
+            forced[list(queued)] = torch.tensor(list(queued.values()))
+            self._chosen = None
+            one_hot = self._one_hot(forced.to(scores.device))
+            if self.keep_rows:
+                self.logits_rows.append(one_hot)
+                self.scores_rows.append(one_hot)
+            return one_hot
+        # Nothing is left to choose from: reported when the host next looks, and until then no NaN.
+        self._empty = scores.amax(-1) == -torch.inf
+        scores = scores.masked_fill(self._empty[:, None], 0.0)
+        if not self.is_wide:
+            return scores
+        chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(-1)
+        self._chosen = chosen
+        first = self.method.maps[0].first_id[chosen]
+        # EOS ids, the primary's control tokens, are no entries but stand under their own numbers.
+        ids = torch.where(chosen < self._width, chosen, first)
+        if queued:
+            rows = torch.tensor(list(queued), device=ids.device)
+            ids[rows] = torch.tensor(list(queued.values()), device=ids.device)
+            chosen[rows] = ids[rows]
+        one_hot = self._one_hot(ids)
+        if self.keep_rows:
+            self.scores_rows.append(self.folded(scores))
+            if queued:
+                self.scores_rows[-1] = self.scores_rows[-1].index_copy(0, rows, one_hot[rows])
+                self.logits_rows[-1] = self.logits_rows[-1].index_copy(0, rows, one_hot[rows])
+        return one_hot
+
+    def check_finite(self) -> None:
+        """Raise if a member gave NaN or infinite logits in this step, at the cost of a synchronisation."""
+        if self._normalizers is not None:
+            self._check_members((~self._normalizers.isfinite()).flatten().tolist())
+            self._normalizers = None
+
+    # Following the text
+
+    def receive(self, input_ids: Tensor, done: Tensor) -> Tensor:
+        """Take the ids chosen in this step to the host and let the assistants' contexts follow.
+
+        Args:
+            input_ids: All ids so far, of shape `(batch_size, length)`.
+            done: Rows that end here, of shape `(batch_size,)`.
+
+        Returns:
+            `done`, and the rows in which a member has no position left.
+
+        Raises:
+            MemberError: If a member gave NaN or infinite logits, or every entry of a row was filtered out.
+        """
+        self.num_steps += 1
+        self._input_ids = input_ids
+        last = input_ids[:, -1]
+        batch_size = len(last)
+        packed = [last, last if self._chosen is None else self._chosen, done.long()]
+        packed.append(torch.zeros_like(last) if self._empty is None else self._empty.long())
+        if self._normalizers is not None:
+            packed.append((~self._normalizers.isfinite()).long().flatten())
+        host = torch.cat([part.to(last.device) for part in packed]).tolist()
+        ids, chosen, ends, empty = (host[n * batch_size : (n + 1) * batch_size] for n in range(4))
+        self._check_members(host[4 * batch_size :])
+        for row in self._live:
+            if empty[row]:
+                raise MemberError(
+                    f"nothing is left to choose from in row {row} at step {self.num_steps}: processors and filters "
+                    f"removed every candidate of method {type(self.method).__name__.lower()!r}. Loosen them, or let "
+                    "the members propose more entries."
+                )
+        self._empty = self._normalizers = None
+        for row in self._live:
+            if not ends[row]:
+                self._follow(row, ids[row], chosen[row])
+        self._chosen = None
+        full = self._rows_without_room(ends)
+        self._drop([row for row in self._live if ends[row] or row in full])
+        if not full:
+            return done
+        return done | torch.tensor([row in full for row in range(batch_size)], device=done.device)
+
+    def follow_beams(self, input_ids: Tensor) -> bool:
+        """Let the contexts follow rows that may have moved: each continues the row whose ids it extends by one.
+
+        Returns:
+            False if the ids are no continuation of those of the last step.
+        """
+        before = self._input_ids
+        if input_ids.shape != (before.shape[0], before.shape[1] + 1):
+            return False
+        same = (input_ids[:, None, :-1] == before.to(input_ids.device)[None]).all(-1)  # (B, B)
+        host = torch.stack(
+            [same.any(-1).long(), same.long().argmax(-1), same.diagonal().long(), input_ids[:, -1]]
+        ).tolist()
+        found, first, stays, last = host
+        if not all(found):
+            return False
+        parents = [row if stays[row] else first[row] for row in range(len(last))]
+        if parents != list(range(len(parents))):
+            for state in self.states.values():
+                state.select(parents, [state.contexts[parent].copy() for parent in parents])
+            self._lengths = [self._lengths[parent] for parent in parents]
+        self.num_steps += 1
+        self._input_ids = input_ids
+        for row, primary_id in enumerate(last):
+            self._write(row, primary_id)
+        for member, longest in self._lengths_by_member():
+            if member.max_positions is not None and longest > member.max_positions:
+                raise MemberError(
+                    f"member {member.name!r} has positions for {member.max_positions} ids, which are used up after "
+                    f"{self.num_steps} new ids. Ask for fewer."
+                )
+        return True
+
+    def _follow(self, row: int, primary_id: int, chosen: int) -> None:
+        """Let one row's contexts follow an id: at once, or when the entry that it belongs to is complete."""
+        queue = self._queues[row]
+        if queue:
+            if queue[0] == primary_id:
+                queue.popleft()
+                self._written[row].append(primary_id)
+                if not queue:
+                    self._lengths[row] += 1
+                    self._written[row] = []
+                    self._write_bytes(row, self._entries[row])
+                    return
+                self._lengths[row] += 1
+                return
+            # Somebody wrote another id than the queued one: what was written of the entry stands as it is.
+            queue.clear()
+            for written in self._written[row]:
+                self._write_bytes(row, self._primary_bytes.write([written]))
+            self._written[row] = []
+        elif chosen >= self._width:
+            ids = self.method.union.continuation(chosen, 0) or []
+            if ids and ids[0] == primary_id:
+                self._lengths[row] += 1
+                if len(ids) == 1:
+                    self._write_bytes(row, self.method.union.entry(chosen))
+                else:
+                    queue.extend(ids[1:])
+                    self._entries[row] = self.method.union.entry(chosen)
+                    self._written[row] = [primary_id]
+                return
+        self._write(row, primary_id)
+
+    def _write(self, row: int, primary_id: int) -> None:
+        self._lengths[row] += 1
+        if self.members[0].is_control(primary_id):
+            self._warn_control(primary_id)
+        self._write_bytes(row, self._primary_bytes.write([primary_id]))
+
+    def _write_bytes(self, row: int, data: bytes) -> None:
+        place = self._live.index(row)
+        for state in self.states.values():
+            state.contexts[place].write(data)
+
+    def _drop(self, rows: Sequence[int]) -> None:
+        if not rows:
+            return
+        kept = [place for place, row in enumerate(self._live) if row not in rows]
+        self._live = [self._live[place] for place in kept]
+        for state in self.states.values():
+            state.select(kept, [state.contexts[place] for place in kept])
+
+    def _expand_prompts(self) -> None:
+        if self._prompt_of_row is None:
+            return
+        if self._prompt_of_row != list(range(len(self._prompt_of_row))):
+            for state in self.states.values():
+                state.logits()
+                contexts = [state.contexts[prompt].copy() for prompt in self._prompt_of_row]
+                state.select(self._prompt_of_row, contexts)
+        self._prompt_of_row = None
+
+    def _spread(self, logits: Tensor) -> Tensor:
+        """Put the live rows' logits at their places among all rows; zeros elsewhere."""
+        if logits.shape[0] == len(self._queues):
+            return logits
+        rows = torch.tensor(self._live, device=logits.device)
+        return logits.new_zeros(len(self._queues), logits.shape[-1]).index_copy_(0, rows, logits)
+
+    def _one_hot(self, ids: Tensor) -> Tensor:
+        rows = torch.full((len(ids), self._width), -torch.inf, device=ids.device)
+        return rows.scatter_(1, ids[:, None], 0.0)
+
+    # Checking
+
+    def _prompt_bytes(self, prompt_ids: Tensor, prompt_mask: Tensor | None) -> list[tuple[bytes, int]]:
+        """What each row's prompt writes, and its number of ids without padding."""
+        primary = self.members[0]
+        mask = [[1] * prompt_ids.shape[1]] * prompt_ids.shape[0] if prompt_mask is None else prompt_mask.tolist()
+        prompts = []
+        dropped: set[int] = set()
+        for ids, kept in zip(prompt_ids.tolist(), mask, strict=True):
+            ids = [i for i, keep in zip(ids, kept, strict=True) if keep]
+            start = len(primary.encoder.prefix_ids)
+            prefix = [primary.tokenizer.bos_token_id] if ids[:start] != primary.encoder.prefix_ids or not start else []
+            leading = start if not prefix else int(ids[:1] == prefix)
+            dropped.update(i for i in ids[leading:] if primary.is_control(i))
+            prompts.append((self._primary_bytes.write_from_start(ids), len(ids)))
+        if dropped and self._has_assistants():
+            tokens = primary.tokenizer.convert_ids_to_tokens(sorted(dropped))
+            warnings.warn(
+                f"the prompt holds control tokens of the primary {primary.name!r}, which the other members do not "
+                f"read: {', '.join(tokens)}.",
+                stacklevel=2,
+            )
+        return prompts
+
+    def _has_assistants(self) -> bool:
+        return any(weight > 0 for weight in self._weights[1:])
+
+    def _warn_control(self, primary_id: int) -> None:
+        if primary_id in self._warned_control or primary_id in self.method.maps[0].eos_ids.tolist():
+            return
+        self._warned_control.add(primary_id)
+        token = self.members[0].tokenizer.convert_ids_to_tokens(primary_id)
+        warnings.warn(
+            f"the primary {self.members[0].name!r} wrote the control token {token!r} (id {primary_id}), which writes no "
+            f"text and does not end the row. If it should end it, pass `eos_token_id` with {primary_id} in it.",
+            stacklevel=2,
+        )
+
+    def _check_members(self, not_finite: Sequence[int]) -> None:
+        """Raise if a member's logits are not finite in a live row. The flags are row by row, a member each."""
+        count = len(self.members)
+        for row in self._live:
+            for index, member in enumerate(self.members):
+                if not_finite and not_finite[row * count + index]:
+                    raise MemberError(
+                        f"member {member.name!r} gave NaN or infinite logits in row {row} at step {self.num_steps} "
+                        f"(its dtype is {member.model.dtype}). Load it in bfloat16 or float32."
+                    )
+
+    def _lengths_by_member(self) -> list[tuple[Member, int]]:
+        """Each running member and the number of its ids in the longest row."""
+        lengths = [(self.members[0], max(self._lengths, default=0))]
+        for index, state in self.states.items():
+            lengths.append((self.members[index], max((len(context.ids) for context in state.contexts), default=0)))
+        return lengths
+
+    def _rows_without_room(self, ends: Sequence[int]) -> set[int]:
+        """Rows that have to end because a member has no position left for what was just written."""
+        full: set[int] = set()
+        for index, member in enumerate(self.members):
+            limit = member.max_positions
+            if limit is None or (index > 0 and index not in self.states):
+                continue
+            for place, row in enumerate(self._live):
+                length = self._lengths[row] if index == 0 else len(self.states[index].contexts[place].ids)
+                if not ends[row] and length > limit:
+                    full.add(row)
+                    warnings.warn(
+                        f"row {row} ends after {self.num_steps} new ids: member {member.name!r} has positions for "
+                        f"{limit} ids only.",
+                        stacklevel=2,
+                    )
+        return full
+
+
+def _without(weights: Tensor, member: int, rows: Sequence[int]) -> Tensor:
+    """Take a member out of some rows and scale the other weights to sum 1 there."""
+    weights = weights.clone()
+    weights[list(rows), member] = 0.0
+    return weights / weights.sum(-1, keepdim=True)

@@ -1,0 +1,30 @@
+"""Token-level methods, one a file."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..config import GacConfig, MethodConfig, UniteConfig
+from ..errors import ConfigurationError
+from ..vocabulary.union import UnionVocabulary
+from .base import TokenMethod
+from .gac import Gac
+from .unite import Unite
+
+
+def build_method(
+    config: MethodConfig, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+) -> TokenMethod:
+    """Build a token-level method for a set of members.
+
+    Args:
+        config: The method's options.
+        union: The members' union vocabulary.
+        eos_ids: For each member, the ids that end a text.
+        device: Where the primary's logits are.
+    """
+    if isinstance(config, UniteConfig):
+        return Unite(union, eos_ids, device, top_k=config.top_k)
+    if isinstance(config, GacConfig):
+        return Gac(union, eos_ids, device)
+    raise ConfigurationError(f"{type(config).__name__} is no token-level method.")

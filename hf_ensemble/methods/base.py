@@ -1,0 +1,128 @@
+"""What every token-level method works with: index maps on the device, and the one thing it computes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..member import Member
+from ..vocabulary.context import Resync
+from ..vocabulary.token_bytes import CONTROL, TEXT
+from ..vocabulary.union import UnionVocabulary
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What a method makes of one step.
+
+    Attributes:
+        logprobs: Fused log-probabilities, of shape `(batch_size, union_size)` for a method that decides over the union
+            vocabulary, else `(batch_size, primary_vocab_size)`.
+        normalizers: Logsumexp of every member's logits, of shape `(batch_size, num_members)`; 0 for members that gave
+            none. NaN or infinite where a member's logits are.
+    """
+
+    logprobs: Tensor
+    normalizers: Tensor
+
+
+class MemberMaps:
+    """One member's index maps as tensors on the device where the mixing happens.
+
+    Attributes:
+        mask: 0 for ids that take part and `-inf` for the others, of shape `(vocab_size,)`.
+        eos_ids: Its EOS ids that are control tokens, of shape `(num_eos,)`.
+        duplicate_ids, canonical_ids: Ids that write the same as another, and which, of shape `(num_duplicates,)`.
+        to_union: Union id of each id, of shape `(vocab_size,)`; `union_size` for EOS, -1 for ids that take no part.
+        from_union: Id of each union entry, -1 for none, of shape `(union_size + 1,)`; the last is its first EOS id.
+        first_id: First id that writes each union entry, -1 for none, of shape `(union_size + 1,)`.
+    """
+
+    def __init__(self, union: UnionVocabulary, index: int, eos_ids: Sequence[int], device: torch.device):
+        token_bytes = union.encoders[index].token_bytes
+        kinds = token_bytes.kinds
+        control_eos = [i for i in eos_ids if i < len(kinds) and kinds[i] == CONTROL]
+        takes_part = kinds == TEXT
+        takes_part[control_eos] = True
+        if index == 0:
+            takes_part |= kinds == CONTROL
+        to_union = union.member_to_union[index].astype(np.int64)
+        own = union.union_to_member[index].astype(np.int64)
+        text_ids = np.flatnonzero(kinds == TEXT)
+        canonical = own[to_union[text_ids]]
+        to_union[control_eos] = len(union)
+        eos = control_eos[0] if control_eos else -1
+        first = union.union_to_first[index].astype(np.int64)
+        if index == 0:
+            own[control_eos], first[control_eos] = -1, -1
+
+        def tensor(array: np.ndarray | list[int]) -> Tensor:
+            return torch.as_tensor(np.asarray(array, dtype=np.int64), device=device)
+
+        self.mask = torch.zeros(len(kinds), device=device).masked_fill_(
+            torch.as_tensor(~takes_part, device=device), -torch.inf
+        )
+        self.takes_all = bool(takes_part.all())
+        self.eos_ids = tensor(control_eos)
+        is_duplicate = text_ids != canonical
+        self.duplicate_ids = tensor(text_ids[is_duplicate])
+        self.canonical_ids = tensor(canonical[is_duplicate])
+        self.to_union = tensor(to_union)
+        self.from_union = tensor(np.append(own, eos))
+        self.first_id = tensor(np.append(first, eos))
+
+
+class TokenMethod(ABC):
+    """A token-level method for one set of members: turns their logits of a step into one distribution.
+
+    Subclasses must minimally implement `mix`, and say how assistants follow the text (`resync`) and whether columns
+    beyond the primary's vocabulary come back (`is_wide`).
+
+    Args:
+        union: The union vocabulary of the members.
+        eos_ids: For each member, the ids that end a text.
+        device: Where the primary's logits are.
+    """
+
+    resync: Resync
+    is_wide: bool
+
+    def __init__(self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device):
+        self.union = union
+        self.device = device
+        self.maps = [MemberMaps(union, index, ids, device) for index, ids in enumerate(eos_ids)]
+
+    @abstractmethod
+    def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
+        """Fuse one step.
+
+        Args:
+            logits: Each member's logits in float32 on this method's device, of shape `(batch_size, vocab_size)`; None
+                for a member that takes no part in any row.
+            weights: Mixing weights of shape `(batch_size, num_members)`; every row sums to 1.
+        """
+
+    @cached_property
+    def first_ids_beyond_primary(self) -> Tensor:
+        """The first primary id of each union entry that is no entry of the primary."""
+        # Entries that the primary cannot write carry no mass, so where they fold to does not matter.
+        return self.maps[0].first_id[self.union.primary_size : -1].clamp_min(0)
+
+    @cached_property
+    def unwritable(self) -> Tensor:
+        """Union entries that the primary cannot write."""
+        return (self.maps[0].first_id[self.union.primary_size : -1] < 0).nonzero()[:, 0] + self.union.primary_size
+
+    def masked(self, logits: Tensor, member: int) -> Tensor:
+        """Set the logits of ids that take no part to `-inf`."""
+        maps = self.maps[member]
+        return logits if maps.takes_all else logits + maps.mask
+
+
+def eos_ids_of(members: Sequence[Member], primary_eos_ids: Sequence[int]) -> list[list[int]]:
+    """The ids that end a text for each member: those of the call for the primary, its own for an assistant."""
+    return [list(primary_eos_ids), *(member.eos_token_ids for member in members[1:])]

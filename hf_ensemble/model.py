@@ -1,0 +1,626 @@
+"""Several causal language models, each with its own tokenizer, as one Hugging Face model."""
+
+import copy
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+
+from .config import EnsembleConfig, MemberConfig, MethodConfig, method_config, normalize_weights
+from .errors import ConfigurationError
+from .generation.logits_process import FusionProcessor, SelectionProcessor
+from .generation.stopping_criteria import FollowingCriteriaList
+from .generation.token_fusion import TokenFusion
+from .loading import check_members, load_members
+from .member import Member
+from .methods import build_method
+from .methods.base import TokenMethod, eos_ids_of
+from .vocabulary.union import UnionVocabulary
+
+_WARPERS = {
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TopHLogitsWarper",
+    "MinPLogitsWarper",
+    "TypicalLogitsWarper",
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "LogitNormalization",
+}
+"""Processors that act alike on any column, so that a decision over the union vocabulary may pass through them."""
+
+_REFUSED_OPTIONS = {
+    "guidance_scale": "it would run the primary alone a second time",
+    "token_healing": "it rewrites the prompt in the primary's tokens only",
+    "watermarking_config": "its green lists are made for one vocabulary",
+    "prompt_lookup_num_tokens": "drafts are not checked by the other members yet",
+    "assistant_early_exit": "drafts are not checked by the other members yet",
+    "penalty_alpha": "it needs the primary's hidden states for every candidate",
+    "dola_layers": "it contrasts layers of the primary only",
+    "use_mtp": "multi-token prediction drafts are not checked by the other members",
+}
+
+
+class _Call:
+    """What one `generate` call hands to the hooks that the stock method calls; nothing is kept on the model."""
+
+    def __init__(self, method: MethodConfig, weights: list[float]):
+        self.method = method
+        self.weights = weights
+        self.fusion: TokenFusion | None = None
+
+
+class _CallProcessors(LogitsProcessorList):
+    """The user's processors, carrying the call to `_get_logits_processor`."""
+
+    call: _Call
+
+
+class _CallCriteria(StoppingCriteriaList):
+    """The user's criteria, carrying the call to `_get_stopping_criteria`."""
+
+    call: _Call
+
+
+class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
+    """An ensemble of causal language models that decodes as one model.
+
+    The first member is the primary: its tokenizer reads and writes the ids that users see, `forward` is its forward,
+    and it runs inside the stock decoding loop; at every step the other members' distributions are mixed in. Made by
+    `from_pretrained` (names or paths) or `from_members` (loaded objects).
+
+    Attributes:
+        members: The models, the primary first.
+        tokenizers: Their tokenizers.
+        tokenizer: The primary's tokenizer, padding on the left.
+        union_vocabulary: All members' vocabularies as one.
+    """
+
+    config_class = EnsembleConfig
+    base_model_prefix = ""
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: EnsembleConfig, members: Sequence[Member] | None = None):
+        if not members:
+            raise ConfigurationError(
+                "an ensemble holds loaded models, so it cannot be made from a configuration alone. Use "
+                "`from_pretrained([...])` or `from_members(...)`."
+            )
+        super().__init__(config)
+        self.members = nn.ModuleList([member.model for member in members])
+        self._members = list(members)
+        primary = members[0].model
+        if getattr(primary, "generation_config", None) is not None:
+            self.generation_config = copy.deepcopy(primary.generation_config)
+        if hasattr(primary, "hf_device_map"):
+            self.hf_device_map = dict(primary.hf_device_map)
+        self.tokenizers = [member.tokenizer for member in members]
+        self.tokenizer = _left_padding(members[0].tokenizer)
+        self.union_vocabulary = UnionVocabulary([member.encoder for member in members])
+        self._methods: dict[Any, TokenMethod] = {}
+
+    # Making, saving and loading
+
+    @classmethod
+    def from_members(
+        cls,
+        models: Sequence[PreTrainedModel],
+        tokenizers: Sequence[PreTrainedTokenizerBase],
+        method: str | MethodConfig = "unite",
+        weights: Sequence[float] | None = None,
+        member_configs: Sequence[MemberConfig] | None = None,
+    ) -> "EnsembleForCausalLM":
+        """Make an ensemble of loaded models and tokenizers. None of them is changed.
+
+        Args:
+            models: Causal language models; the first is the primary.
+            tokenizers: Their fast tokenizers.
+            method: Name or configuration of the method.
+            weights: Mixing weights, one per member. Default: the same for all.
+            member_configs: Where each member comes from, its name, and ids that end its texts. Default: each model's
+                own `name_or_path`.
+
+        Raises:
+            ConfigurationError: If the lists do not match, or a model is no decoder-only causal language model.
+            VocabularyError: If a tokenizer cannot be understood.
+        """
+        if not models:
+            raise ConfigurationError("an ensemble needs at least one member: got 0.")
+        if len(tokenizers) != len(models):
+            raise ConfigurationError(
+                f"`tokenizers` must have one entry per member: got {len(tokenizers)} for {len(models)} members."
+            )
+        if member_configs is None:
+            member_configs = [MemberConfig(path=str(model.name_or_path) or None) for model in models]
+        if len(member_configs) != len(models):
+            raise ConfigurationError(
+                f"`member_configs` must have one entry per member: got {len(member_configs)} for {len(models)} members."
+            )
+        config = EnsembleConfig(
+            members=[copy.replace(item) if hasattr(copy, "replace") else copy.copy(item) for item in member_configs],
+            method=method_config(method),
+            weights=None if weights is None else normalize_weights(weights, len(models)),
+            primary_config=copy.deepcopy(models[0].config),
+        )
+        known: dict[tuple[int, int, tuple[int, ...]], Member] = {}
+        members = []
+        for model, tokenizer, item in zip(models, tokenizers, config.members, strict=True):
+            if item.dtype is None:
+                item.dtype = str(model.dtype).removeprefix("torch.")
+            key = (id(model), id(tokenizer), tuple(item.eos_token_id))
+            if key not in known:
+                known[key] = Member(model, tokenizer, name=item.name, extra_eos_token_ids=item.eos_token_id)
+            members.append(known[key])
+        config._attn_implementation = models[0].config._attn_implementation
+        return cls(config, members)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: Any,
+        *model_args: Any,
+        config: PreTrainedConfig | None = None,
+        method: str | MethodConfig | None = None,
+        weights: Sequence[float] | None = None,
+        dtype: Any = "auto",
+        device_map: Any = None,
+        tokenizers: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> "EnsembleForCausalLM":
+        """Load an ensemble from its members, or as it was saved.
+
+        Args:
+            pretrained_model_name_or_path: A list of members (Hub ids, paths or `MemberConfig`s), the primary first; or
+                the id or path of a saved ensemble. The id or path of a single model makes an ensemble of one.
+            *model_args: Refused.
+            config: Configuration of a saved ensemble, where it is loaded already.
+            method: Name or configuration of the method. Default: as saved, else `"unite"`.
+            weights: Mixing weights, one per member. Default: as saved, else the same for all.
+            dtype: One dtype for all members, or a list with one per member. Default: as saved, else as each
+                checkpoint says.
+            device_map: Where the weights go, as in `transformers`: one value for all members, or a list.
+            tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
+            **kwargs: Passed on to every member's loading (`token`, `cache_dir`, `attn_implementation`, …).
+
+        Raises:
+            ConfigurationError: If a member cannot be found or is no causal language model; before any weight is read.
+            VocabularyError: If a tokenizer is missing or cannot be understood.
+        """
+        if model_args:
+            raise ConfigurationError(f"an ensemble takes no positional model arguments, but got {len(model_args)}.")
+        kwargs.pop("adapter_kwargs", None)
+        if "torch_dtype" in kwargs:
+            dtype = kwargs.pop("torch_dtype")
+        source = pretrained_model_name_or_path
+        hub = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
+        folder: Path | None = None
+        if isinstance(source, (str, os.PathLike)):
+            located = {key: kwargs.pop(key) for key in ("revision", "subfolder") if key in kwargs}
+            if config is None:
+                config = _read_config(str(source), located | hub)
+            if isinstance(config, EnsembleConfig):
+                folder = Path(source, located.get("subfolder") or "")
+                saved = copy.deepcopy(config)
+                items = saved.members
+                method = saved.method if method is None else method
+                weights = saved.weights if weights is None else weights
+                if dtype != "auto" and dtype is not None:
+                    for item in items:
+                        item.dtype = None
+            else:
+                items = [MemberConfig(path=str(source), **located)]
+        else:
+            items = [item if isinstance(item, MemberConfig) else MemberConfig(path=os.fspath(item)) for item in source]
+        if not items:
+            raise ConfigurationError("an ensemble needs at least one member: got an empty list.")
+        method = method_config("unite" if method is None else method)
+        if weights is not None:
+            weights = normalize_weights(weights, len(items))
+        check_members(items, folder, hub)
+        models, loaded_tokenizers = load_members(items, folder, dtype, device_map, tokenizers, kwargs)
+        ensemble = cls.from_members(models, loaded_tokenizers, method, weights, items)
+        if folder is not None:
+            ensemble._load_generation_config(str(source), located | hub)
+        return ensemble
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:  # type: ignore[override]
+        """Save the ensemble's configuration, generation configuration and the primary's tokenizer; no weights.
+
+        Members are saved as references: Hub ids, or paths (relative to the folder where they lie inside it).
+
+        Args:
+            save_directory: Folder to write to.
+            **kwargs: `push_to_hub` and its options, as in `transformers`.
+
+        Raises:
+            ConfigurationError: If a member was given as an object that came from nowhere, or the generation
+                configuration cannot be saved. Nothing is written then.
+        """
+        folder = Path(save_directory).resolve()
+        config = copy.deepcopy(self.config)
+        for item, member in zip(config.members, self._members, strict=True):
+            if not item.path:
+                raise ConfigurationError(
+                    f"member {member.name!r} was given as an object without an id or path, so there is nothing to save "
+                    "a reference to. Save it by itself first and load the ensemble from that path."
+                )
+            path = Path(item.path)
+            if path.exists():
+                path = path.resolve()
+                item.path = str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+        try:
+            self.generation_config.validate(strict=True)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"the ensemble's generation config cannot be saved: {error} Change `ensemble.generation_config` first."
+            ) from error
+        config.architectures = [type(self).__name__]
+        push_to_hub = kwargs.pop("push_to_hub", False)
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
+        self.generation_config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        if push_to_hub:
+            repo_id = kwargs.pop("repo_id", folder.name)
+            self.push_to_hub(repo_id, **kwargs)
+
+    def _load_generation_config(self, source: str, located: dict[str, Any]) -> None:
+        try:
+            self.generation_config = GenerationConfig.from_pretrained(source, **located)
+        except OSError:
+            # The primary's own stays.
+            return
+
+    # Being a model
+
+    @property
+    def primary(self) -> PreTrainedModel:
+        """The primary model."""
+        return self._members[0].model
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        logits_to_keep: Any = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the primary alone; the other members act in `generate`. Arguments and result are the primary's.
+
+        Raises:
+            ConfigurationError: If `labels` is given: an ensemble has no loss of its own.
+        """
+        if labels is not None:
+            raise ConfigurationError("an ensemble has no loss: `labels` cannot be used with it.")
+        member = self._members[0]
+        if position_ids is not None and member.max_positions is not None:
+            # Rows that have ended are padded on, and their positions would run out of the table.
+            position_ids = position_ids.clamp_max(member.max_positions - 1)
+        given = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            member.cache_keyword: cache if cache is not None else past_key_values,
+            "use_cache": use_cache,
+            "logits_to_keep": logits_to_keep,
+        }
+        optional = {"position_ids", "logits_to_keep", "attention_mask"}
+        kwargs.update(
+            (key, value)
+            for key, value in given.items()
+            if value is not None and (key not in optional or member.accepts(key))
+        )
+        if member.accepts("output_router_logits"):
+            kwargs["output_router_logits"] = False
+        return self.primary(**kwargs)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The primary's input embeddings."""
+        embeddings: nn.Module = self.primary.get_input_embeddings()
+        return embeddings
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The primary's language-modelling head."""
+        embeddings: nn.Module = self.primary.get_output_embeddings()
+        return embeddings
+
+    def to(self, *args: Any, **kwargs: Any) -> "EnsembleForCausalLM":
+        """Move or cast every member, as `torch.nn.Module.to`.
+
+        Raises:
+            ConfigurationError: If a member is quantised or spread over devices and so cannot be moved. Nothing is
+                moved then.
+        """
+        for member in self._members:
+            spread = len(set((getattr(member.model, "hf_device_map", None) or {}).values())) > 1
+            if spread or getattr(member.model, "is_quantized", False):
+                raise ConfigurationError(
+                    f"member {member.name!r} is {'spread over devices' if spread else 'quantised'} and cannot be moved "
+                    "or cast. Load it with the `device_map` and `dtype` that you want."
+                )
+        for member in self._members:
+            member.model.to(*args, **kwargs)
+        return self
+
+    # Generating
+
+    @torch.no_grad()
+    def generate(  # type: ignore[override]
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        prefix_allowed_tokens_fn: Any = None,
+        synced_gpus: bool | None = None,
+        assistant_model: Any = None,
+        streamer: Any = None,
+        negative_prompt_ids: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+        custom_generate: Any = None,
+        *,
+        method: str | MethodConfig | None = None,
+        weights: Sequence[float] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate with all members: everything that `transformers` takes, and the method and weights of this call.
+
+        Args:
+            inputs: The primary's ids, of shape `(batch_size, length)`; the same as `input_ids`.
+            generation_config: As in `transformers`; unset values come from the ensemble's, which starts as a copy of
+                the primary's.
+            logits_processor: Processors of fused scores over the primary's ids.
+            stopping_criteria: Criteria over the primary's ids.
+            prefix_allowed_tokens_fn: As in `transformers`, over the primary's ids.
+            synced_gpus: As in `transformers`.
+            assistant_model: Refused.
+            streamer: As in `transformers`; its `end` is called also if generation fails.
+            negative_prompt_ids: Refused.
+            negative_prompt_attention_mask: Refused.
+            custom_generate: Refused.
+            method: Name or configuration of the method for this call.
+            weights: Mixing weights for this call.
+            **kwargs: Generation options and the primary's inputs, as in `transformers`.
+
+        Returns:
+            The primary's ids of shape `(batch_size * num_return_sequences, length)`, or an output object with
+            `return_dict_in_generate`, whose `scores` and `logits` are the ensemble's, over the primary's ids.
+
+        Raises:
+            ConfigurationError: If an option cannot work for an ensemble, or the inputs do not fit.
+            MemberError: If a member fails, gives NaN, or every candidate was filtered out.
+        """
+        try:
+            refused = {
+                "assistant_model": assistant_model,
+                "negative_prompt_ids": negative_prompt_ids,
+                "negative_prompt_attention_mask": negative_prompt_attention_mask,
+                "custom_generate": custom_generate,
+                "inputs_embeds": kwargs.get("inputs_embeds"),
+            }
+            for name, value in refused.items():
+                if value is not None:
+                    raise ConfigurationError(f"`{name}` cannot be used with an ensemble.")
+            call = _Call(
+                self.config.method if method is None else method_config(method),
+                normalize_weights(self.config.weights if weights is None else weights, len(self._members)),
+            )
+            kwargs.pop("token_type_ids", None)
+            settings = self._prepare_generation_config(
+                generation_config, **{key: value for key, value in kwargs.items() if value is not None}
+            )[0]
+            self._refuse_options(settings, kwargs)
+            inputs = self._prepare_inputs(inputs, kwargs)
+            if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
+                kwargs["tokenizer"] = self.tokenizer
+            processors = _CallProcessors(logits_processor or [])
+            criteria = _CallCriteria(stopping_criteria or [])
+            processors.call = criteria.call = call
+            output = super().generate(
+                inputs,
+                generation_config=generation_config,
+                logits_processor=processors,
+                stopping_criteria=criteria,
+                prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **kwargs,
+            )
+        except BaseException:
+            if streamer is not None:
+                streamer.end()
+            raise
+        if call.fusion is not None and not isinstance(output, Tensor):
+            if settings.output_logits:
+                output["logits"] = tuple(call.fusion.logits_rows)
+            if settings.output_scores and call.fusion.scores_rows:
+                output["scores"] = tuple(call.fusion.scores_rows)
+        return output
+
+    def _refuse_options(self, settings: GenerationConfig, kwargs: dict[str, Any]) -> None:
+        for name, reason in _REFUSED_OPTIONS.items():
+            value = getattr(settings, name, kwargs.get(name))
+            if value is not None and value is not False and not (name == "guidance_scale" and value == 1):
+                raise ConfigurationError(f"`{name}` cannot be used with an ensemble: {reason}.")
+        if "paged" in str(settings.cache_implementation):
+            raise ConfigurationError(
+                f"`cache_implementation={settings.cache_implementation!r}` cannot be used with an ensemble: the paged "
+                "loop decodes with the primary alone."
+            )
+
+    def _prepare_inputs(self, inputs: Any, kwargs: dict[str, Any]) -> Tensor | None:
+        """Check the prompt; move padding to the left and give empty rows a start. Returns the ids."""
+        ids = inputs if inputs is not None else kwargs.pop("input_ids", None)
+        primary = self._members[0]
+        if ids is None:
+            return None
+        if not isinstance(ids, Tensor):
+            raise TypeError(
+                f"`input_ids` has to be a tensor of the primary's ids, but is {type(ids).__name__}. Encode text with "
+                "`ensemble.tokenizer(text, return_tensors='pt')`."
+            )
+        if ids.ndim != 2 or ids.is_floating_point() and ids.numel():
+            raise ConfigurationError(
+                f"`input_ids` has to be of shape (batch_size, length) and integer, but is {tuple(ids.shape)}, {ids.dtype}."
+            )
+        if ids.shape[0] == 0:
+            raise ConfigurationError("`input_ids` holds no row: give at least one prompt.")
+        ids = ids.long()
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.shape != ids.shape:
+            raise ConfigurationError(
+                f"`attention_mask` has shape {tuple(mask.shape)}, but `input_ids` has {tuple(ids.shape)}: pass the whole "
+                "text, also with a cache."
+            )
+        outside = ids[(ids < 0) | (ids >= primary.vocab_size)]
+        if outside.numel():
+            raise ConfigurationError(
+                f"`input_ids` holds {int(outside[0])}, but ids of the primary {primary.name!r} go from 0 to "
+                f"{primary.vocab_size - 1}. Encode with `ensemble.tokenizer`."
+            )
+        if mask is not None and ids.shape[1]:
+            # Left padding is what a decoder needs; the order of the real ids stays.
+            is_right_padded = bool((mask[:, :-1] > mask[:, 1:]).any())
+            if is_right_padded:
+                warnings.warn("the prompt is padded on the right: its padding is moved to the left.", stacklevel=3)
+                order = (mask != 0).long().argsort(dim=-1, stable=True)
+                ids, mask = ids.gather(-1, order), mask.gather(-1, order)
+        empty = torch.ones(len(ids), dtype=torch.bool) if ids.shape[1] == 0 else None
+        if empty is None and mask is not None:
+            empty = (mask.sum(-1) == 0).cpu()
+        if empty is not None and bool(empty.any()):
+            start = primary.encoder.start_ids
+            if not start:
+                raise ConfigurationError(
+                    f"row {int(empty.nonzero()[0, 0])} of the prompt is empty, and the tokenizer of the primary "
+                    f"{primary.name!r} has neither a BOS nor an EOS token to start from."
+                )
+            missing = max(0, len(start) - ids.shape[1])
+            mask = torch.ones_like(ids) if mask is None else mask
+            ids, mask = nn.functional.pad(ids, (missing, 0)), nn.functional.pad(mask, (missing, 0))
+            ids[empty, -len(start) :] = torch.tensor(start, device=ids.device)
+            mask[empty, -len(start) :] = 1
+        if mask is not None:
+            kwargs["attention_mask"] = mask
+        return ids
+
+    def _get_logits_processor(self, generation_config: Any, **kwargs: Any) -> LogitsProcessorList:  # type: ignore[override]
+        """Put the fusion first and the decision over the union vocabulary last."""
+        given = kwargs.get("logits_processor")
+        call = getattr(given, "call", None)
+        if call is None or len(self._members) == 1 or not any(call.weights[1:]):
+            return super()._get_logits_processor(generation_config, **kwargs)
+        stock = super()._get_logits_processor(generation_config, **kwargs)
+        eos_tensor = generation_config._eos_token_tensor
+        eos_ids = [] if eos_tensor is None else eos_tensor.tolist()
+        is_beam_search = generation_config.num_beams > 1
+        decides_over_union = not is_beam_search and all(type(item).__name__ in _WARPERS for item in stock)
+        model_kwargs = kwargs.get("model_kwargs") or {}
+        prompt = kwargs["encoder_input_ids"]
+        mask = model_kwargs.get("attention_mask")
+        copies = max(generation_config.num_beams, generation_config.num_return_sequences)
+        keeps_rows = bool(
+            generation_config.return_dict_in_generate
+            and (generation_config.output_logits or generation_config.output_scores)
+        )
+        prompt = prompt.repeat_interleave(copies, dim=0)
+        call.fusion = TokenFusion(
+            self._members,
+            self._method(call.method, eos_ids),
+            call.weights,
+            prompt,
+            mask,
+            is_wide=decides_over_union,
+            keep_rows=keeps_rows,
+        )
+        first = FusionProcessor(call.fusion, is_beam_search)
+        if is_beam_search:
+            return LogitsProcessorList([first, *stock])
+        return LogitsProcessorList([first, *stock, SelectionProcessor(call.fusion, generation_config.do_sample)])
+
+    def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:  # type: ignore[override]
+        call = getattr(kwargs.get("stopping_criteria"), "call", None)
+        criteria = super()._get_stopping_criteria(**kwargs)
+        if call is None or call.fusion is None or kwargs["generation_config"].num_beams > 1:
+            return criteria
+        return FollowingCriteriaList(criteria, call.fusion)
+
+    def _method(self, config: MethodConfig, eos_ids: list[int]) -> TokenMethod:
+        device = self._members[0].model.get_output_embeddings().weight.device
+        key = (config, tuple(eos_ids), device)
+        if key not in self._methods:
+            self._methods[key] = build_method(
+                config, self.union_vocabulary, eos_ids_of(self._members, eos_ids), device
+            )
+        return self._methods[key]
+
+    # The primary runs in the stock loop, so what the loop asks a model for is asked of the primary.
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Prepare the primary's inputs for one step."""
+        inputs: dict[str, Any] = self.primary.prepare_inputs_for_generation(input_ids, **kwargs)
+        return inputs
+
+    def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare the primary's attention masks."""
+        return self.primary.create_masks_for_generate(*args, **kwargs)
+
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return self.primary._prepare_position_ids_for_generation(*args, **kwargs)
+
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return self.primary._update_model_kwargs_for_generation(*args, **kwargs)
+
+    def _supports_default_dynamic_cache(self) -> bool:  # type: ignore[override]
+        return bool(self.primary._supports_default_dynamic_cache())
+
+    @property
+    def _is_stateful(self) -> bool:  # type: ignore[override]
+        return bool(self.primary._is_stateful)
+
+
+def _left_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer itself if it pads on the left, else a copy that does."""
+    if tokenizer.padding_side == "left":
+        return tokenizer
+    twin = copy.copy(tokenizer)
+    twin.padding_side = "left"
+    return twin
+
+
+def _read_config(source: str, located: dict[str, Any]) -> PreTrainedConfig | None:
+    try:
+        return AutoConfig.from_pretrained(source, **located)  # type: ignore[no-any-return]
+    except (OSError, ValueError):
+        # `check_members` says what is wrong with it.
+        return None
+
+
+AutoConfig.register(EnsembleConfig.model_type, EnsembleConfig)
+AutoModelForCausalLM.register(EnsembleConfig, EnsembleForCausalLM)

@@ -1,0 +1,96 @@
+"""One member's view of one row: the ids that it reads for the prompt and for what has been written since."""
+
+from typing import Literal
+
+from .encoding import ByteEncoder, split_begun_character
+
+Resync = Literal["append", "retokenize"]
+
+
+class MemberContext:
+    """The ids of one member for one row, kept up with the text that the ensemble writes.
+
+    `append`: the context grows by the encoding of what each step wrote. `retokenize`: everything after the prompt's
+    last control token is encoded as a whole again; only the tail after the last hard boundary is looked at, which gives
+    the same ids. While the text ends inside a character, byte tokens for the begun character stand at the end; a member
+    that has none sits out until the character is complete.
+
+    Args:
+        encoder: The member's encoder.
+        resync: How the context follows the text.
+        prompt: What the prompt writes. It is encoded with the member's own BOS rule; never a control token from it.
+
+    Attributes:
+        ids: The context, changed in place as the text grows.
+        num_kept: How many leading ids are unchanged since the reader last set this to `len(ids)`.
+        sits_out: Whether the member cannot follow the text just now.
+    """
+
+    def __init__(self, encoder: ByteEncoder, resync: Resync, prompt: bytes):
+        self.encoder = encoder
+        self.resync = resync
+        self.num_kept = 0
+        self.sits_out = False
+        text, begun = split_begun_character(prompt)
+        self.ids = list(encoder.prefix_ids if text or begun else encoder.start_ids)
+        self._num_frozen = len(self.ids)
+        self._begun = b""
+        self._tail = ""
+        self._at_start = True
+        if resync == "retokenize":
+            self._begun, self._tail = begun, text
+            self._retokenize()
+        else:
+            self.ids += encoder.encode_context(text, start=True)
+            self._append(begun)
+
+    def write(self, data: bytes) -> None:
+        """Let the context follow the text by the bytes of one entry."""
+        if not data:
+            return
+        if self.resync == "append":
+            self._append(data)
+            return
+        text, self._begun = split_begun_character(self._begun + data)
+        self._tail += text
+        self._retokenize()
+
+    def copy(self) -> "MemberContext":
+        """Return an independent context with the same text (for a beam that branches off)."""
+        twin = object.__new__(MemberContext)
+        twin.__dict__.update(self.__dict__)
+        twin.ids = list(self.ids)
+        return twin
+
+    def _append(self, data: bytes) -> None:
+        data = self._begun + data
+        self._begun, self.sits_out = b"", False
+        ids = self.encoder.encode(data) if data else []
+        if ids is None:
+            text, begun = split_begun_character(data)
+            if begun and self.encoder.encode(begun) is None:
+                self._begun, self.sits_out = begun, True
+                data = text.encode("utf-8")
+            ids = self.encoder.encode_context_bytes(data) if data else []
+        self.ids += ids
+
+    def _retokenize(self) -> None:
+        encoder = self.encoder
+        cut = len(self._tail) - 1
+        while cut > 0 and not encoder.is_hard_boundary(self._tail, cut):
+            cut = self._tail.rfind(" ", 0, cut)
+        num_frozen = self._num_frozen
+        new: list[int] = []
+        if cut > 0:
+            new += encoder.encode_context(self._tail[:cut], self._at_start)
+            self._tail, self._at_start = self._tail[cut:], False
+            self._num_frozen += len(new)
+        if self._tail:
+            new += encoder.encode_context(self._tail, self._at_start)
+        begun = encoder.encode(self._begun) if self._begun else []
+        self.sits_out = begun is None
+        new += begun or []
+        old = self.ids[num_frozen:]
+        same = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        self.num_kept = min(self.num_kept, num_frozen + same)
+        self.ids[num_frozen:] = new

@@ -1,0 +1,333 @@
+"""Which ids of a tokenizer write given bytes, as the start or the continuation of a text."""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
+
+from .store import component_state
+from .token_bytes import CONTROL, TEXT, TokenBytes, control_ids, flatten_component
+
+_REPLACEMENT = "�"
+_TEXT_KEEPING_NORMALIZERS = {"NFC", "NFKC", "NFD", "NFKD", "Lowercase", "Prepend", "Nmt"}
+"""Normalizers that look at no more than a character and its combining marks, so that a space cuts their input."""
+
+
+class ByteEncoder:
+    """Encodes bytes with one tokenizer: never a control token, whatever the text spells.
+
+    Works on views of the tokenizer that share its vocabulary but none of its settings: padding, truncation and added
+    control tokens of the user's object neither act here nor change.
+
+    Args:
+        tokenizer: A fast tokenizer. It is read, never changed.
+        token_bytes: What its ids write.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes):
+        self.token_bytes = token_bytes
+        self._backend = token_bytes.backend
+        self._control = {int(i) for i in (token_bytes.kinds == CONTROL).nonzero()[0]} | control_ids(tokenizer)
+        added = sorted(self._backend.get_added_tokens_decoder().items())
+        self._added = [(i, token) for i, token in added if i not in self._control and i < token_bytes.num_ids]
+        self._normalizers = flatten_component(component_state(self._backend.normalizer), "normalizers")
+        self._pre_tokenizers = flatten_component(component_state(self._backend.pre_tokenizer), "pretokenizers")
+        self._model_type = type(self._backend.model).__name__
+        self._unknown = tokenizer.unk_token_id
+        self._start_fallback = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+
+    @cached_property
+    def id_of(self) -> dict[bytes, int]:
+        """The canonical id of every entry: the one that the tokenizer itself gives for these bytes, else the lowest."""
+        found: dict[bytes, int] = {}
+        twice: set[bytes] = set()
+        entries = self.token_bytes.entries
+        for i in (self.token_bytes.kinds == TEXT).nonzero()[0].tolist():
+            if found.setdefault(entries[i], i) != i:
+                twice.add(entries[i])
+        for data in twice:
+            text = _text_or_none(data)
+            ids = [] if text is None else self._encode_view(self._continuation, text)
+            if len(ids) == 1 and self.token_bytes.entries[ids[0]] == data:
+                found[data] = ids[0]
+        return found
+
+    @cached_property
+    def prefix_ids(self) -> list[int]:
+        """The control tokens that the tokenizer puts in front of a text (its BOS rule)."""
+        view = self._view(start=True, normalize=True)[0]
+        view.post_processor = self._backend.post_processor
+        encoded = view.encode("a", add_special_tokens=True)
+        first_text = encoded.special_tokens_mask.index(0) if 0 in encoded.special_tokens_mask else 0
+        return list(encoded.ids[:first_text])
+
+    @property
+    def start_ids(self) -> list[int]:
+        """What a text without any token starts from: the BOS rule, else the BOS or EOS token; empty if neither."""
+        if self.prefix_ids:
+            return self.prefix_ids
+        return [] if self._start_fallback is None else [self._start_fallback]
+
+    def encode(self, data: bytes) -> list[int] | None:
+        """Encode bytes as the continuation of a text.
+
+        One id where they are an entry; else what the tokenizer gives; where that would change the bytes, the same
+        without its normalizer, then its pieces by longest match; one byte token a byte for what is no valid UTF-8.
+
+        Returns:
+            Ids that write exactly `data`, or None if this tokenizer cannot write it.
+        """
+        if data in self.id_of:
+            return [self.id_of[data]]
+        ids: list[int] = []
+        for text, invalid in _utf8_segments(data):
+            part = self._encode_text(text) if text else self._byte_tokens(invalid)
+            if part is None:
+                return None
+            ids += part
+        return ids
+
+    def encode_batch(self, batch: Sequence[bytes]) -> list[list[int] | None]:
+        """Encode many byte strings as `encode` does; the common case runs in the tokenizer's threads."""
+        results: list[list[int] | None] = [None] * len(batch)
+        id_of = self.id_of
+        texts = [None if data in id_of else _text_or_none(data) for data in batch]
+        todo = [n for n, text in enumerate(texts) if text is not None]
+        for n, ids in zip(
+            todo, self._encode_view_batch(self._continuation, [texts[n] or "" for n in todo]), strict=True
+        ):
+            if self.token_bytes.write(ids) == batch[n] and self._control.isdisjoint(ids):
+                results[n] = ids
+        return [self.encode(data) if ids is None else ids for data, ids in zip(batch, results, strict=True)]
+
+    def encode_context(self, text: str, start: bool = False) -> list[int]:
+        """Encode text as this tokenizer sees it, which may lose something (case, compatibility characters, `▁`).
+
+        A byte that it cannot write becomes its encoding of U+FFFD.
+
+        Args:
+            text: The text.
+            start: Whether the text starts here, so that the tokenizer's own leading space (if any) is put in.
+        """
+        view = self._start if start else self._continuation
+        missing = self._missing_bytes
+        if not missing or len(data := text.encode("utf-8", "replace")) == len(data.translate(None, missing)):
+            return self._encode_view(view, text)
+        ids: list[int] = []
+        for run in re.split(f"([{re.escape(''.join(sorted(self._unwritable_chars(text))))}])", text):
+            if run and len(run.encode("utf-8").translate(None, missing)) == len(run.encode("utf-8")):
+                ids += self._encode_view(view, run)
+            elif run:
+                ids += self._replace_missing(run.encode("utf-8"))
+            view = self._continuation if run else view
+        return ids
+
+    def encode_context_bytes(self, data: bytes) -> list[int]:
+        """Encode bytes for a context: exactly if possible, else as `encode_context` and U+FFFD for what is missing."""
+        exact = self.encode(data)
+        if exact is not None:
+            return exact
+        ids: list[int] = []
+        for text, invalid in _utf8_segments(data):
+            ids += self.encode_context(text) if text else self._replace_missing(invalid)
+        return ids
+
+    def is_hard_boundary(self, text: str, position: int) -> bool:
+        """Whether text before and after `position` is encoded independently: between a word and a space.
+
+        Holds where no entry of the vocabulary contains this character followed by a space, so no merge, piece or
+        pre-token can cross it.
+        """
+        before = text[position - 1]
+        return (
+            text[position] == " "
+            and not before.isspace()
+            and self._space_cuts
+            and before.encode("utf-8", "replace")[-1] not in self._bytes_joined_to_space
+        )
+
+    @cached_property
+    def _space_cuts(self) -> bool:
+        return all(
+            part["type"] in _TEXT_KEEPING_NORMALIZERS or _is_space_sign(part) for part in self._normalizers
+        ) and self._model_type in {"BPE", "Unigram"}
+
+    @cached_property
+    def _bytes_joined_to_space(self) -> set[int]:
+        joined = b"\n".join(self.token_bytes.entries)
+        return {pair[0] for pair in set(re.findall(rb"[^\s] ", joined))}
+
+    @cached_property
+    def _missing_bytes(self) -> bytes:
+        """Bytes that are lost by this tokenizer, so that contexts need a stand-in; empty if it has an unknown token."""
+        if self.token_bytes.writer.family != "byte-level":
+            return b""
+        return self.token_bytes.missing_bytes
+
+    def _unwritable_chars(self, text: str) -> set[str]:
+        missing = set(self._missing_bytes)
+        return {char for char in set(text) if not missing.isdisjoint(char.encode("utf-8", "replace"))}
+
+    def _replace_missing(self, data: bytes) -> list[int]:
+        stand_in = self._encode_view(self._continuation, _REPLACEMENT)
+        byte_ids = self.token_bytes.byte_ids
+        return [i for b in data for i in ([byte_ids[b]] if b in byte_ids else stand_in)]
+
+    def _byte_tokens(self, data: bytes) -> list[int] | None:
+        byte_ids = self.token_bytes.byte_ids
+        ids = [byte_ids.get(b) for b in data]
+        return None if None in ids else ids  # type: ignore[return-value]
+
+    def _encode_text(self, text: str) -> list[int] | None:
+        data = text.encode("utf-8")
+        for view in (self._continuation, self._bare):
+            ids = self._encode_view(view, text)
+            if self.token_bytes.write(ids) == data and self._control.isdisjoint(ids):
+                return ids
+        return self._longest_match(data) if self.token_bytes.writer.family == "wordpiece" else self._byte_tokens(data)
+
+    def _longest_match(self, data: bytes) -> list[int] | None:
+        ids, at = [], 0
+        while at < len(data):
+            for end in range(min(len(data), at + self._longest_entry), at, -1):
+                if (found := self.id_of.get(data[at:end])) is not None:
+                    ids.append(found)
+                    at = end
+                    break
+            else:
+                return None
+        return ids
+
+    @cached_property
+    def _longest_entry(self) -> int:
+        return max(map(len, self.token_bytes.entries), default=0)
+
+    # Views of the tokenizer. Each is (tokenizer, {its id: the real id}) and shares the vocabulary with the original.
+
+    @cached_property
+    def _continuation(self) -> tuple[Tokenizer, dict[int, int]]:
+        return self._view(start=False, normalize=True)
+
+    @cached_property
+    def _start(self) -> tuple[Tokenizer, dict[int, int]]:
+        return self._view(start=True, normalize=True)
+
+    @cached_property
+    def _bare(self) -> tuple[Tokenizer, dict[int, int]]:
+        return self._view(start=False, normalize=False)
+
+    def _view(self, start: bool, normalize: bool) -> tuple[Tokenizer, dict[int, int]]:
+        view = Tokenizer(self._backend.model)
+        kept = [
+            part
+            for part in self._normalizers
+            if _is_space_sign(part)
+            or (part["type"] == "Prepend" and start)
+            or (part["type"] != "Prepend" and normalize)
+        ]
+        if kept:
+            view.normalizer = _from_state(normalizers.Sequence([]), {"type": "Sequence", "normalizers": kept})
+        if self._pre_tokenizers:
+            parts = [part if start else _without_prefix_space(part) for part in self._pre_tokenizers]
+            view.pre_tokenizer = _from_state(pre_tokenizers.Sequence([]), {"type": "Sequence", "pretokenizers": parts})
+        view.add_tokens([token for _, token in self._added])
+        real_ids = {view.token_to_id(token.content): i for i, token in self._added}
+        return view, {new: old for new, old in real_ids.items() if new != old}
+
+    def _encode_view(self, view: tuple[Tokenizer, dict[int, int]], text: str) -> list[int]:
+        return self._encode_view_batch(view, [text])[0]
+
+    def _encode_view_batch(self, view: tuple[Tokenizer, dict[int, int]], texts: list[str]) -> list[list[int]]:
+        tokenizer, real_ids = view
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        batch = [encoding.ids for encoding in encoded]
+        if real_ids:
+            batch = [[real_ids.get(i, i) for i in ids] for ids in batch]
+        forbidden = self._control - {self._unknown}
+        for n, (text, ids) in enumerate(zip(texts, batch, strict=True)):
+            if not forbidden.isdisjoint(ids) or (self._model_type == "Unigram" and _BYTE_SURFACE.search(text)):
+                batch[n] = [i for piece in self._cut_surfaces(text) for i in self._respell(view, piece)]
+            elif ids and max(ids) >= self.token_bytes.num_ids:
+                batch[n] = self._respell(view, text)
+        return batch
+
+    def _cut_surfaces(self, text: str) -> list[str]:
+        """Cut text inside everything that spells a control or byte token, so that it stays text."""
+        cuts = {match.start() + 1 for match in self._surfaces.finditer(text)}
+        bounds = [0, *sorted(cuts), len(text)]
+        return [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
+
+    @cached_property
+    def _surfaces(self) -> re.Pattern[str]:
+        surfaces = {self._backend.id_to_token(i) for i in self._control} - {None}
+        # A look-ahead, so that surfaces which overlap are all found.
+        return re.compile("(?=" + "|".join([_BYTE_SURFACE.pattern, *map(re.escape, sorted(surfaces))]) + ")")
+
+    def _respell(self, view: tuple[Tokenizer, dict[int, int]], text: str) -> list[int]:
+        """Encode, and spell with shorter tokens what is written by an id that the model has no row for."""
+        tokenizer, real_ids = view
+        ids: list[int] = []
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        for i, (a, b) in zip(encoding.ids, encoding.offsets, strict=True):
+            i = real_ids.get(i, i)
+            if i < self.token_bytes.num_ids:
+                ids.append(i)
+            elif b - a > 1:
+                half = (a + b) // 2
+                ids += self._respell(view, text[a:half]) + self._respell(view, text[half:b])
+            else:
+                ids += self._replace_missing(text[a:b].encode("utf-8"))
+        return ids
+
+
+def split_begun_character(data: bytes) -> tuple[str, bytes]:
+    """Split bytes into the text they hold and the begun character at their end.
+
+    Bytes that can never become a character are U+FFFD, as in Python's incremental decoder.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return decoder.decode(data), decoder.getstate()[0]
+
+
+_BYTE_SURFACE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+def _utf8_segments(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Cut bytes into runs of valid text and runs of bytes that are none: pairs of which one is empty."""
+    text = _text_or_none(data)
+    if text is not None:
+        yield text, b""
+        return
+    # surrogateescape gives every byte that is no valid UTF-8 a character of its own, U+DC80 to U+DCFF.
+    for run in re.findall("[\udc80-\udcff]+|[^\udc80-\udcff]+", data.decode("utf-8", "surrogateescape")):
+        if "\udc80" <= run[0] <= "\udcff":
+            yield "", run.encode("utf-8", "surrogateescape")
+        else:
+            yield run, b""
+
+
+def _text_or_none(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def _is_space_sign(part: dict[str, Any]) -> bool:
+    return part["type"] == "Replace" and part["pattern"].get("String") == " "
+
+
+def _without_prefix_space(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    return {**part, "add_prefix_space": False} if part["type"] == "ByteLevel" else part
+
+
+def _from_state(component: Any, state: dict[str, Any]) -> Any:
+    component.__setstate__(json.dumps(state).encode())
+    return component

@@ -1,0 +1,117 @@
+"""Vocabulary maps on disk: safetensors files under a key of everything that they depend on."""
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from huggingface_hub import constants
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import VocabularyError
+
+_SCHEMA = 1
+"""Part of every key: raise it when what is stored, or how it is computed, changes."""
+
+_PROBE_TEXT = (
+    "The quick brown fox doesn't jump over 1234567890 lazy dogs;\n\tif (a <= b) { return x[i]->y; }  // naïve café\r\n"
+    "Überraschung, déjà vu, Привет мир, 你好世界, こんにちは, สวัสดี, שלום, مرحبا 👩‍💻🎉 <tag>▁\n\n\n    done."
+)
+_PROBE_STEP = 61
+
+
+def cache_folder() -> Path:
+    """The folder of stored maps: `HF_ENSEMBLE_CACHE`, by default `hf_ensemble` in the Hugging Face cache home."""
+    return Path(os.environ.get("HF_ENSEMBLE_CACHE") or Path(constants.HF_HOME) / "hf_ensemble")
+
+
+def store_key(kind: str, *parts: Any) -> str:
+    """Name of the stored file for something that depends on `parts` (JSON values) and nothing else."""
+    digest = hashlib.sha256(json.dumps([_SCHEMA, kind, *parts]).encode()).hexdigest()
+    return f"{kind}-{digest[:40]}"
+
+
+def load_arrays(key: str) -> dict[str, np.ndarray] | None:
+    """Read stored arrays; None if there are none, or the file is damaged (which warns)."""
+    path = cache_folder() / f"{key}.safetensors"
+    if not path.is_file():
+        return None
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        warnings.warn(f"the stored map {path} is damaged ({error}) and is built again.", stacklevel=2)
+        return None
+
+
+def save_arrays(key: str, arrays: dict[str, np.ndarray]) -> None:
+    """Store arrays. A reader sees the whole file or none, also when two processes store the same key at once."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, prefix=f".{key}-")
+        os.close(handle)
+        try:
+            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, name)
+            os.replace(name, folder / f"{key}.safetensors")
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        warnings.warn(
+            f"cannot store vocabulary maps in {folder} ({error}): they are built again next time. "
+            "Set HF_ENSEMBLE_CACHE to a folder that can be written.",
+            stacklevel=2,
+        )
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of everything in a tokenizer that decides which ids it gives and what they write.
+
+    A tokenizer loaded from a folder is known by its tokenizer.json, its live settings, and a sample of its ids, which
+    is several times faster than writing out its vocabulary; any other by its whole description.
+    """
+    backend = fast_backend(tokenizer)
+    digest = hashlib.sha256()
+    path = Path(tokenizer.name_or_path or "") / "tokenizer.json"
+    if tokenizer.name_or_path and path.is_file():
+        size = backend.get_vocab_size(with_added_tokens=True)
+        digest.update(path.read_bytes())
+        components = (backend.normalizer, backend.pre_tokenizer, backend.decoder, backend.post_processor)
+        added = {i: token.__getstate__() for i, token in backend.get_added_tokens_decoder().items()}
+        sample = [backend.id_to_token(i) for i in range(0, size, _PROBE_STEP)]
+        probe = backend.encode_batch_fast([_PROBE_TEXT], add_special_tokens=False)[0].ids
+        state = [
+            type(backend.model).__name__,
+            size,
+            [component_state(part) for part in components],
+            added,
+            sample,
+            probe,
+        ]
+        digest.update(json.dumps(state, default=str).encode())
+    else:
+        digest.update(backend.to_str().encode())
+    digest.update(json.dumps([tokenizer.all_special_ids, tokenizer.unk_token_id]).encode())
+    return digest.hexdigest()
+
+
+def fast_backend(tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> Any:
+    """Return the `tokenizers.Tokenizer` behind a tokenizer, or raise naming it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise VocabularyError(
+            f"the tokenizer of {name or tokenizer.name_or_path!r} cannot be understood: {type(tokenizer).__name__} has "
+            "no fast backend. Load a fast tokenizer (one saved with a tokenizer.json)."
+        )
+    return backend
+
+
+def component_state(component: Any) -> dict[str, Any] | None:
+    """The JSON description of a normalizer, pre-tokenizer, decoder or post-processor; None for none."""
+    return None if component is None else json.loads(component.__getstate__())

@@ -1,0 +1,227 @@
+"""What every id of a tokenizer writes, as bytes."""
+
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import VocabularyError
+from .store import component_state, fast_backend, load_arrays, save_arrays, store_key, tokenizer_fingerprint
+
+NO_TOKEN, TEXT, CONTROL = 0, 1, 2
+"""Kinds of id: without a token (it never takes part), writing text, writing nothing."""
+
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PROBE_TEXTS = (
+    "The capital of France is Paris, isn't it? 3.14 (x != y).",
+    "def f(x):\n\treturn x  +  1\n\n    # done\r\n",
+    "Zürich, naïve café — ½ “quoted” … 你好世界 ภาษาไทย עברית 👩‍💻",
+)
+_NUM_PROBE_IDS = 256
+
+
+class TokenBytes:
+    """The bytes that each id of one tokenizer writes in the middle of a text.
+
+    Byte-level BPE undoes the GPT-2 byte alphabet; SentencePiece-style tokenizers write `▁` as a space and `<0xNN>` as
+    a byte; WordPiece writes a space before every piece that starts a word. Added tokens write their literal text.
+    Control tokens (flagged special, in `all_special_ids`, or in the EOS set) write nothing; ids without a token take
+    no part.
+
+    Args:
+        tokenizer: A fast tokenizer (one with a `tokenizers` backend). It is read, never changed.
+        num_ids: Number of ids that the model has rows for; ids from there on have no token. Default: all the
+            tokenizer has.
+        end_ids: Ids that end a text. Those that are added tokens are control tokens, unless they are white space.
+        name: Name used in errors. Default: the tokenizer's `name_or_path` or class.
+        cache: Whether to read and write the store on disk.
+
+    Raises:
+        VocabularyError: If the tokenizer has no fast backend, or its decoder writes other text than these rules say.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_ids: int | None = None,
+        end_ids: Iterable[int] = (),
+        name: str | None = None,
+        cache: bool = True,
+    ):
+        self.name = name or tokenizer.name_or_path or type(tokenizer).__name__
+        self.backend = fast_backend(tokenizer, self.name)
+        self.writer = TokenWriter(self.backend, self.name)
+        control = control_ids(tokenizer, end_ids)
+        added = self.backend.get_added_tokens_decoder()
+        self.fingerprint = ""
+        if cache:
+            self.fingerprint = store_key("token_bytes", tokenizer_fingerprint(tokenizer), num_ids, sorted(control))
+            stored = load_arrays(self.fingerprint)
+            if stored is not None:
+                self.kinds = stored["kinds"]
+                bounds = stored["bounds"].tolist()
+                blob = stored["blob"].tobytes()
+                self.entries = [blob[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+                self.num_ids = len(self.kinds)
+                self.num_rowless = int(stored["num_rowless"][0])
+                return
+        vocab = self.backend.get_vocab(with_added_tokens=True)
+        size = max(vocab.values(), default=-1) + 1
+        self.num_ids = size if num_ids is None else num_ids
+        self.num_rowless = sum(1 for i in vocab.values() if i >= self.num_ids)
+        entries: list[bytes] = [b""] * self.num_ids
+        for token, i in vocab.items():
+            if i < self.num_ids and i not in control:
+                entries[i] = self.writer.added(token) if i in added else self.writer.piece(token)
+        self.kinds = np.zeros(self.num_ids, dtype=np.uint8)
+        self.kinds[[i for i, entry in enumerate(entries) if entry]] = TEXT
+        self.kinds[[i for i in control if i < self.num_ids]] = CONTROL
+        self.entries = entries
+        self._check_against_decoder(set(added))
+        if cache:
+            bounds = np.cumsum([0, *map(len, entries)])
+            blob = np.frombuffer(b"".join(entries), dtype=np.uint8)
+            num_rowless = np.array([self.num_rowless])
+            save_arrays(
+                self.fingerprint, {"kinds": self.kinds, "bounds": bounds, "blob": blob, "num_rowless": num_rowless}
+            )
+
+    @cached_property
+    def byte_ids(self) -> dict[int, int]:
+        """The lowest id that writes a single byte alone, by byte."""
+        found: dict[int, int] = {}
+        for i, entry in enumerate(self.entries):
+            if len(entry) == 1:
+                found.setdefault(entry[0], i)
+        return found
+
+    @property
+    def missing_bytes(self) -> bytes:
+        """The byte values that no token writes alone: what such a tokenizer may be unable to write."""
+        return bytes(b for b in range(256) if b not in self.byte_ids)
+
+    @property
+    def strips_start(self) -> bool:
+        """Whether the tokenizer's decoder drops one space at the start of a text."""
+        return self.writer.strips_start
+
+    def write(self, ids: Iterable[int]) -> bytes:
+        """Join what ids write in the middle of a text; ids without a token and control tokens write nothing."""
+        return b"".join(self.entries[i] for i in ids if i < self.num_ids)
+
+    def write_from_start(self, ids: Iterable[int]) -> bytes:
+        """Join what ids write as a whole text, as the tokenizer's decoder does."""
+        data = self.write(ids)
+        return data[1:] if self.strips_start and data.startswith(b" ") else data
+
+    def _check_against_decoder(self, added: set[int]) -> None:
+        """Compare with the tokenizer's own decoder wherever that gives valid text."""
+        text_ids = [i for i in np.flatnonzero(self.kinds == TEXT).tolist() if i not in added]
+        step = max(1, len(text_ids) // _NUM_PROBE_IDS)
+        probes = [[i] for i in text_ids[::step]]
+        for text in _PROBE_TEXTS:
+            ids = self.backend.encode(text, add_special_tokens=False).ids
+            probes.append([i for i in ids if i < self.num_ids and self.kinds[i] == TEXT and i not in added])
+        for ids in probes:
+            decoded = self.backend.decode(ids, skip_special_tokens=False)
+            try:
+                written = self.write_from_start(ids).decode("utf-8")
+            except UnicodeDecodeError:
+                continue
+            if written != decoded:
+                raise VocabularyError(
+                    f"the tokenizer of {self.name!r} cannot be understood: ids {ids[:8]} should write {written!r} by "
+                    f"its vocabulary, but its decoder writes {decoded!r}. Use a tokenizer whose `decoder` matches its "
+                    "vocabulary (byte-level, SentencePiece-style or WordPiece)."
+                )
+
+
+class TokenWriter:
+    """How one tokenizer's decoder writes a token, read off the decoder's own description."""
+
+    def __init__(self, backend: Any, name: str):
+        parts = flatten_component(component_state(backend.decoder), "decoders")
+        kinds = [part["type"] for part in parts]
+        self.strips_start = False
+        self._replacements: list[tuple[str, str]] = []
+        self._byte_fallback = "ByteFallback" in kinds
+        self._word_prefix: str | None = None
+        if "ByteLevel" in kinds:
+            self.family = "byte-level"
+        elif "WordPiece" in kinds:
+            self.family = "wordpiece"
+            self._word_prefix = parts[kinds.index("WordPiece")]["prefix"]
+            self.strips_start = True
+        elif kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+            self.family = "sentencepiece"
+            for part in parts:
+                if part["type"] == "Replace" and "String" in part["pattern"]:
+                    self._replacements.append((part["pattern"]["String"], part["content"]))
+                elif part["type"] == "Metaspace":
+                    self._replacements.append((part["replacement"], " "))
+                    self.strips_start |= part.get("prepend_scheme", "always") != "never"
+                elif part["type"] == "Strip":
+                    if part["content"] != " " or part["start"] > 1 or part["stop"]:
+                        raise VocabularyError(f"the tokenizer of {name!r} cannot be understood: decoder {part}.")
+                    self.strips_start |= part["start"] == 1
+        else:
+            raise VocabularyError(
+                f"the tokenizer of {name!r} cannot be understood: its decoder is {kinds or None}. Known are byte-level, "
+                "SentencePiece-style (Replace, ByteFallback, Metaspace) and WordPiece decoders."
+            )
+
+    def piece(self, token: str) -> bytes:
+        """What an ordinary vocabulary token writes."""
+        if self.family == "byte-level":
+            try:
+                return token.translate(_BYTE_OF_CHAR).encode("latin-1")
+            except UnicodeEncodeError:
+                return token.encode("utf-8", "surrogatepass")
+        if self._word_prefix is not None:
+            is_suffix = token.startswith(self._word_prefix)
+            return (token[len(self._word_prefix) :] if is_suffix else " " + token).encode("utf-8", "surrogatepass")
+        if self._byte_fallback and (match := _BYTE_FALLBACK.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        return token.encode("utf-8", "surrogatepass")
+
+    def added(self, token: str) -> bytes:
+        """What an added token writes: its literal text; SentencePiece-style, as the decoder writes it."""
+        return self.piece(token) if self.family == "sentencepiece" else token.encode("utf-8", "surrogatepass")
+
+
+def control_ids(tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int] = ()) -> set[int]:
+    """Ids that write nothing: flagged special, in `all_special_ids`, or ending a text as an added token.
+
+    An end id that is an ordinary entry, or an added token of white space (a newline, say), writes text.
+    """
+    added = fast_backend(tokenizer).get_added_tokens_decoder()
+    control = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+    return control | {i for i in end_ids if i in added and added[i].content.strip()}
+
+
+def flatten_component(state: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Spread a component's description, whose sequences stand under `key`, into a list."""
+    if state is None:
+        return []
+    if state["type"] != "Sequence":
+        return [state]
+    return [part for inner in state[key] for part in flatten_component(inner, key)]
+
+
+def _gpt2_alphabet() -> dict[int, int]:
+    """Code point in a byte-level token -> byte. Bytes that print stand for themselves, others start at U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    # Every other code point below U+0100 must not pass for a byte, so it is sent outside of latin-1.
+    table = {b: 0xFFFF for b in others}
+    table.update({b: b for b in printable})
+    table.update({0x100 + n: b for n, b in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHAR = _gpt2_alphabet()

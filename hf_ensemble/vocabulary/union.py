@@ -1,0 +1,130 @@
+"""The union vocabulary: every entry that any member can write, matched by bytes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import VocabularyError
+from .encoding import ByteEncoder
+from .store import load_arrays, save_arrays, store_key
+from .token_bytes import CONTROL, TEXT, TokenBytes
+
+
+class UnionVocabulary:
+    """All members' vocabularies as one, compared by what tokens write.
+
+    Union ids are the primary's ids under their own numbers, then each assistant's entries that no earlier member has,
+    in member order and id order. For every member three maps say how it writes a union entry: as an entry of its own,
+    as the first id of the continuation that writes it, or as all ids of that continuation. Memory grows with the sum
+    of the vocabularies.
+
+    Args:
+        encoders: One encoder a member; the first is the primary's.
+        cache: Whether to read and write the store on disk.
+
+    Attributes:
+        num_shared: Number of entries that all members have.
+        member_to_union: For each member the union id of each of its ids, -1 where it takes no part, of shape
+            `(member_vocab_size,)`.
+        union_to_member: For each member its id for each union entry, -1 where it has none, of shape `(union_size,)`.
+        union_to_first: For each member the first id with which it writes each union entry, -1 where it cannot.
+
+    Reference:
+        Yu et al., "Breaking the Ceiling of the LLM Community by Treating Token Generation as a Classification for
+        Ensembling" (https://arxiv.org/abs/2406.12585), section 3.2; entries are compared by bytes here.
+    """
+
+    def __init__(self, encoders: Sequence[ByteEncoder], cache: bool = True):
+        if not encoders:
+            raise VocabularyError("a union vocabulary needs at least one tokenizer: got 0.")
+        self.encoders = list(encoders)
+        self.primary_size = encoders[0].token_bytes.num_ids
+        key = None
+        arrays = None
+        if cache:
+            key = store_key("union", [encoder.token_bytes.fingerprint for encoder in encoders])
+            arrays = load_arrays(key)
+        if arrays is None:
+            arrays = self._build()
+            if key is not None:
+                save_arrays(key, arrays)
+        count = range(len(encoders))
+        self.member_to_union = [arrays[f"member_to_union_{m}"] for m in count]
+        self.union_to_member = [arrays[f"union_to_member_{m}"] for m in count]
+        self.union_to_first = [arrays[f"union_to_first_{m}"] for m in count]
+        self._continuation_bounds = [arrays[f"continuation_bounds_{m}"] for m in count]
+        self._continuation_ids = [arrays[f"continuation_ids_{m}"] for m in count]
+        self._source = arrays["source"]
+        self.num_shared = int(np.logical_and.reduce([ids >= 0 for ids in self.union_to_member]).sum())
+
+    @classmethod
+    def from_tokenizers(cls, tokenizers: Sequence[PreTrainedTokenizerBase], cache: bool = True) -> "UnionVocabulary":
+        """Build, or read from disk, the union vocabulary of fast tokenizers; the first is the primary's.
+
+        Args:
+            tokenizers: Fast tokenizers. They are read, never changed.
+            cache: Whether to read and write the store on disk.
+
+        Raises:
+            VocabularyError: If a tokenizer cannot be understood, or there is none.
+        """
+        return cls([ByteEncoder(t, TokenBytes(t, cache=cache)) for t in tokenizers], cache=cache)
+
+    def __len__(self) -> int:
+        """Number of union ids, the primary's ids without a token included."""
+        return len(self.union_to_member[0])
+
+    def entry(self, union_id: int) -> bytes:
+        """The bytes that a union entry writes; empty for control tokens and ids without a token."""
+        member, member_id = self._source[union_id].tolist()
+        return self.encoders[member].token_bytes.entries[member_id]
+
+    def continuation(self, union_id: int, member: int) -> list[int] | None:
+        """All ids with which a member writes a union entry after a text, or None if it cannot."""
+        own = int(self.union_to_member[member][union_id])
+        if own >= 0:
+            return [own]
+        a, b = self._continuation_bounds[member][union_id : union_id + 2].tolist()
+        return self._continuation_ids[member][a:b].tolist() or None
+
+    def _build(self) -> dict[str, np.ndarray]:
+        primary = self.encoders[0]
+        union_of = dict(primary.id_of)
+        source = [(0, i) for i in range(self.primary_size)]
+        for m, encoder in enumerate(self.encoders[1:], start=1):
+            token_bytes = encoder.token_bytes
+            for i in np.flatnonzero(token_bytes.kinds == TEXT).tolist():
+                entry = token_bytes.entries[i]
+                if entry not in union_of:
+                    union_of[entry] = len(source)
+                    source.append((m, encoder.id_of[entry]))
+        arrays = {"source": np.array(source, dtype=np.int32)}
+        for m, encoder in enumerate(self.encoders):
+            token_bytes = encoder.token_bytes
+            to_union = np.full(token_bytes.num_ids, -1, dtype=np.int32)
+            text_ids = np.flatnonzero(token_bytes.kinds == TEXT)
+            to_union[text_ids] = [union_of[token_bytes.entries[i]] for i in text_ids.tolist()]
+            own = np.full(len(source), -1, dtype=np.int32)
+            canonical = np.array(list(encoder.id_of.values()), dtype=np.int32)
+            own[to_union[canonical]] = canonical
+            if m == 0:
+                control = np.flatnonzero(token_bytes.kinds == CONTROL)
+                to_union[control] = control
+                own[control] = control
+            first = own.copy()
+            missing = [(u, entry) for entry, u in union_of.items() if own[u] < 0]
+            lengths = np.zeros(len(source), dtype=np.int64)
+            flat: list[list[int]] = []
+            missing.sort()
+            for (u, _), ids in zip(missing, encoder.encode_batch([entry for _, entry in missing]), strict=True):
+                if ids:
+                    first[u] = ids[0]
+                    lengths[u] = len(ids)
+                    flat.append(ids)
+            arrays[f"member_to_union_{m}"] = to_union
+            arrays[f"union_to_member_{m}"] = own
+            arrays[f"union_to_first_{m}"] = first
+            arrays[f"continuation_bounds_{m}"] = np.concatenate([[0], np.cumsum(lengths)])
+            arrays[f"continuation_ids_{m}"] = np.array([i for ids in flat for i in ids], dtype=np.int32)
+        return arrays
