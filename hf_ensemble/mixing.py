@@ -1,34 +1,47 @@
 """Arithmetic on next-token distributions: pure functions of tensors, each row on its own."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+_BLOCK = 256
 
-def merge_duplicates(logits: Tensor, duplicate_ids: Tensor, canonical_ids: Tensor) -> Tensor:
+
+class Duplicates(NamedTuple):
+    """Ids of one member that stand for the same entry.
+
+    Attributes:
+        ids: Ids that write the same as another, of shape `(num_duplicates,)`.
+        canonical_ids: The ids that stand for them, each once, of shape `(num_entries,)`.
+        position: For each of `ids`, its place among `canonical_ids`, of shape `(num_duplicates,)`.
+    """
+
+    ids: Tensor
+    canonical_ids: Tensor
+    position: Tensor
+
+
+def merge_duplicates(logits: Tensor, duplicates: Duplicates) -> Tensor:
     """Give the canonical id of every entry the log-sum-exp of all its ids' logits, and its other ids `-inf`.
 
     Args:
         logits: Of shape `(batch_size, vocab_size)`. Left as it is.
-        duplicate_ids: Ids that write the same as another id, of shape `(num_duplicates,)`.
-        canonical_ids: The canonical id of each of them, of the same shape.
+        duplicates: The ids to merge.
 
     Returns:
-        Logits of shape `(batch_size, vocab_size)`; `logits` itself if there are no duplicates.
+        Logits of shape `(batch_size, vocab_size)`; `logits` itself if there is nothing to merge.
     """
-    if duplicate_ids.numel() == 0:
+    if duplicates.ids.numel() == 0:
         return logits
+    kept = logits[:, duplicates.canonical_ids]  # (B, num_entries)
+    merged_in = logits[:, duplicates.ids]
+    position = duplicates.position.expand_as(merged_in)
+    top = torch.nan_to_num(kept.scatter_reduce(1, position, merged_in, "amax"), neginf=0.0)
+    sums = (kept - top).exp_().scatter_add_(1, position, (merged_in - top.gather(1, position)).exp_())
     merged = logits.clone()
-    top = torch.full_like(logits[:, :1], -torch.inf)
-    top = torch.maximum(top, logits[:, duplicate_ids].amax(-1, keepdim=True))
-    top = torch.maximum(top, logits[:, canonical_ids].amax(-1, keepdim=True))
-    top = torch.nan_to_num(top, neginf=0.0)
-    canonical = torch.unique(canonical_ids)
-    position = torch.searchsorted(canonical, canonical_ids)
-    sums = (logits[:, canonical] - top).exp()
-    sums.index_add_(1, position, (logits[:, duplicate_ids] - top).exp())
-    merged[:, canonical] = sums.log() + top
-    merged[:, duplicate_ids] = -torch.inf
-    return merged
+    merged.index_copy_(1, duplicates.canonical_ids, sums.log_() + top)
+    return merged.index_fill_(1, duplicates.ids, -torch.inf)
 
 
 def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -41,17 +54,43 @@ def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         Their logits and ids, each of shape `(batch_size, k)`.
     """
-    values, ids = logits.topk(k, dim=-1)
+    # Blocks first: the k best lie in the k blocks with the best maxima, and searching those few is much faster.
+    batch_size, vocab_size = logits.shape
+    num_blocks = -(-vocab_size // _BLOCK)
+    padded = torch.nn.functional.pad(logits, (0, num_blocks * _BLOCK - vocab_size), value=-torch.inf)
+    blocks = padded.view(batch_size, num_blocks, _BLOCK)
+    values, ids = _best_in_blocks(blocks, blocks.amax(-1), k)
+    # `topk` takes any of those tied with the worst taken; the lowest are wanted, so they are searched for once more.
     worst = values[:, -1:]
-    tied = logits == worst  # (B, V)
-    # `topk` picks any of the tied. Asking whether that matters costs a synchronisation on a GPU, more than the answer.
-    if not logits.is_cuda and bool((tied.sum(-1) == (values == worst).sum(-1)).all()):
-        return values, ids
-    rank = torch.arange(logits.shape[-1], 0, -1, device=logits.device)
-    lowest_tied = (tied * rank).topk(k, dim=-1).indices  # (B, k), lowest id first
+    is_tied = blocks == worst[..., None]
+    earlier = torch.arange(num_blocks * _BLOCK, 0, -1, device=logits.device).view(num_blocks, _BLOCK)
+    rank = is_tied * earlier
+    lowest_tied = _best_in_blocks(rank, rank.amax(-1), k)[1]  # (B, k), lowest id first
     num_better = (values > worst).sum(-1, keepdim=True)
     at = torch.arange(k, device=logits.device) - num_better  # (B, k)
     return values, torch.where(at < 0, ids, lowest_tied.gather(-1, at.clamp_min(0)))
+
+
+def _best_in_blocks(blocks: Tensor, block_best: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best values and their flat positions, given each block's best."""
+    best_blocks = block_best.topk(min(k, block_best.shape[-1]), dim=-1).indices  # (B, num_best)
+    inside = blocks.gather(1, best_blocks[..., None].expand(-1, -1, _BLOCK)).flatten(1)
+    values, position = inside.topk(k, dim=-1)
+    return values, best_blocks.gather(1, position // _BLOCK) * _BLOCK + position % _BLOCK
+
+
+def log_normalizer(logits: Tensor) -> Tensor:
+    """Logsumexp of every row.
+
+    Args:
+        logits: Of shape `(batch_size, vocab_size)`.
+
+    Returns:
+        Of shape `(batch_size,)`; NaN or infinite where a row holds NaN or `inf`, or nothing but `-inf`.
+    """
+    # The best logit less its log-probability: two fused kernels, where `torch.logsumexp` is a chain of eight.
+    best, at = logits.max(-1, keepdim=True)
+    return (best - logits.log_softmax(-1).gather(-1, at))[:, 0]
 
 
 def fold(logprobs: Tensor, first_ids: Tensor, width: int) -> Tensor:
@@ -68,10 +107,10 @@ def fold(logprobs: Tensor, first_ids: Tensor, width: int) -> Tensor:
     """
     if logprobs.shape[-1] == width:
         return logprobs
-    top = torch.nan_to_num(logprobs.amax(-1, keepdim=True), neginf=0.0)
-    folded = (logprobs[:, :width] - top).exp_()
-    folded.index_add_(1, first_ids, (logprobs[:, width:] - top).exp_())
-    return folded.log_().add_(top)
+    kept, moved = logprobs[:, :width], logprobs[:, width:]
+    into = first_ids.expand_as(moved)
+    top = torch.nan_to_num(kept.scatter_reduce(1, into, moved, "amax"), neginf=0.0)
+    return (kept - top).exp_().scatter_add_(1, into, (moved - top.gather(1, into)).exp_()).log_().add_(top)
 
 
 def put_eos(probs: Tensor, eos_mass: Tensor, primary_logits: Tensor, eos_ids: Tensor) -> Tensor:
@@ -86,6 +125,6 @@ def put_eos(probs: Tensor, eos_mass: Tensor, primary_logits: Tensor, eos_ids: Te
     Returns:
         `probs`.
     """
-    probs[:, eos_ids] = 0.0
+    probs.index_fill_(1, eos_ids, 0.0)
     best = eos_ids[primary_logits[:, eos_ids].argmax(-1)]  # (B,)
     return probs.scatter_(1, best[:, None], eos_mass[:, None])

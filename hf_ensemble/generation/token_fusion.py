@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import ConfigurationError, MemberError
 from ..member import Member, MemberState
 from ..methods.base import TokenMethod
+from ..methods.captured import CapturedMix
 from ..mixing import fold
 from ..vocabulary.context import MemberContext
 
@@ -47,6 +48,7 @@ class TokenFusion:
     ):
         self.members = list(members)
         self.method = method
+        self._mix = CapturedMix(method)
         self.is_wide = is_wide and method.is_wide
         self.keep_rows = keep_rows
         self.logits_rows: list[Tensor] = []
@@ -104,8 +106,8 @@ class TokenFusion:
             return scores
         primary = scores.float()
         if self._weights[0] == 0:
-            # Only read for which of its EOS ids to write.
-            primary = torch.nan_to_num(primary)
+            # It does not take part: EOS is written as its first EOS id.
+            primary = torch.zeros_like(primary)
         logits: list[Tensor | None] = [primary, *([None] * (len(self.members) - 1))]
         weights = primary.new_tensor(self._weights).expand(primary.shape[0], -1)
         self._expand_prompts()
@@ -117,7 +119,7 @@ class TokenFusion:
             if sitting_out:
                 weights = _without(weights, index, sitting_out)
             logits[index] = self._spread(state.logits().to(primary.device, torch.float32))
-        mixed = self.method.mix(logits, weights)
+        mixed = self._mix(logits, weights)
         self._normalizers = torch.where(weights > 0, mixed.normalizers, 0.0)
         fused = mixed.logprobs if self.is_wide else self.folded(mixed.logprobs)
         if self.keep_rows:

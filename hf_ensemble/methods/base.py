@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..member import Member
+from ..mixing import Duplicates
 from ..vocabulary.context import Resync
 from ..vocabulary.token_bytes import CONTROL, TEXT
 from ..vocabulary.union import UnionVocabulary
@@ -36,7 +37,7 @@ class MemberMaps:
     Attributes:
         mask: 0 for ids that take part and `-inf` for the others, of shape `(vocab_size,)`.
         eos_ids: Its EOS ids that are control tokens, of shape `(num_eos,)`.
-        duplicate_ids, canonical_ids: Ids that write the same as another, and which, of shape `(num_duplicates,)`.
+        duplicates: Its ids that stand for the same entry; EOS, which has its first EOS id, included.
         to_union: Union id of each id, of shape `(vocab_size,)`; `union_size` for EOS, -1 for ids that take no part.
         from_union: Id of each union entry, -1 for none, of shape `(union_size + 1,)`; the last is its first EOS id.
         first_id: First id that writes each union entry, -1 for none, of shape `(union_size + 1,)`.
@@ -69,8 +70,11 @@ class MemberMaps:
         self.takes_all = bool(takes_part.all())
         self.eos_ids = tensor(control_eos)
         is_duplicate = text_ids != canonical
-        self.duplicate_ids = tensor(text_ids[is_duplicate])
-        self.canonical_ids = tensor(canonical[is_duplicate])
+        stands_for = np.append(canonical[is_duplicate], control_eos[:1] * len(control_eos[1:])).astype(np.int64)
+        canonical_ids, position = np.unique(stands_for, return_inverse=True)
+        self.duplicates = Duplicates(
+            tensor(np.append(text_ids[is_duplicate], control_eos[1:])), tensor(canonical_ids), tensor(position)
+        )
         self.to_union = tensor(to_union)
         self.from_union = tensor(np.append(own, eos))
         self.first_id = tensor(np.append(first, eos))

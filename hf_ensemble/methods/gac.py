@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..mixing import put_eos
+from ..mixing import log_normalizer, put_eos
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
 from .base import Mixed, TokenMethod
@@ -53,17 +53,19 @@ class Gac(TokenMethod):
                 continue
             maps = self.maps[index]
             member_logits = self.masked(member_logits, index)
-            normalizers[:, index] = member_logits.logsumexp(-1)
+            normalizers[:, index] = log_normalizer(member_logits)
             # One column more, which stays 0, is what an entry that the member lacks reads.
             probs = primary.new_zeros(batch_size, member_logits.shape[-1] + 1)
             torch.sub(member_logits, normalizers[:, index, None], out=probs[:, :-1])
             probs[:, :-1].exp_()
             weight = weights[:, index]
-            eos_mass += weight * probs[:, maps.eos_ids].sum(-1)
-            probs[:, maps.eos_ids] = 0.0
-            if maps.duplicate_ids.numel():
-                probs.index_add_(1, maps.canonical_ids, probs[:, maps.duplicate_ids])
-                probs[:, maps.duplicate_ids] = 0.0
+            if maps.duplicates.ids.numel():
+                into = maps.duplicates.canonical_ids[maps.duplicates.position]
+                probs.index_add_(1, into, probs[:, maps.duplicates.ids])
+                probs.index_fill_(1, maps.duplicates.ids, 0.0)
+            if maps.eos_ids.numel():
+                eos_mass += weight * probs.index_select(1, maps.eos_ids[:1])[:, 0]
+                probs.index_fill_(1, maps.eos_ids[:1], 0.0)
             read_from = self._read_from[index]
             if index == 0:
                 fused[:, : self.union.primary_size].addcmul_(probs[:, :-1], weight[:, None])
@@ -72,7 +74,8 @@ class Gac(TokenMethod):
             else:
                 fused.addcmul_(probs.index_select(1, read_from), weight[:, None])
         loses_mass = self.unwritable.numel() > 0
-        fused[:, self.unwritable] = 0.0
+        if loses_mass:
+            fused.index_fill_(1, self.unwritable, 0.0)
         if self.maps[0].eos_ids.numel():
             put_eos(fused, eos_mass, primary, self.maps[0].eos_ids)
         else:

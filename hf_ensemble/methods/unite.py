@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..mixing import merge_duplicates, put_eos, top_entries
+from ..mixing import log_normalizer, merge_duplicates, put_eos, top_entries
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
 from .base import Mixed, TokenMethod
@@ -55,10 +55,8 @@ class Unite(TokenMethod):
                 continue
             maps = self.maps[index]
             member_logits = self.masked(member_logits, index)
-            normalizers[:, index] = member_logits.logsumexp(-1)
-            entries = merge_duplicates(member_logits, maps.duplicate_ids, maps.canonical_ids)
-            if maps.eos_ids.numel() > 1:
-                entries = merge_duplicates(entries, maps.eos_ids[1:], maps.eos_ids[:1].expand(len(maps.eos_ids) - 1))
+            normalizers[:, index] = log_normalizer(member_logits)
+            entries = merge_duplicates(member_logits, maps.duplicates)
             values, ids = top_entries(entries, min(self.top_k, entries.shape[-1]))
             union_ids = maps.to_union[ids]
             takes_part = (values > -torch.inf) & (weights[:, index, None] > 0)

@@ -87,7 +87,7 @@ class MemberContext:
             self._num_frozen += len(new)
         if self._tail:
             new += encoder.encode_context(self._tail, self._at_start)
-        begun = encoder.encode(self._begun) if self._begun else []
+        begun = encoder.byte_tokens(self._begun)
         self.sits_out = begun is None
         new += begun or []
         old = self.ids[num_frozen:]

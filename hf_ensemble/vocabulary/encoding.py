@@ -5,13 +5,13 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from .store import component_state
-from .token_bytes import CONTROL, TEXT, TokenBytes, control_ids, flatten_component
+from .token_bytes import CONTROL, NO_TOKEN, TEXT, TokenBytes, control_ids, flatten_component
 
 _REPLACEMENT = "�"
 _TEXT_KEEPING_NORMALIZERS = {"NFC", "NFKC", "NFD", "NFKD", "Lowercase", "Prepend", "Nmt"}
@@ -60,7 +60,7 @@ class ByteEncoder:
     @cached_property
     def prefix_ids(self) -> list[int]:
         """The control tokens that the tokenizer puts in front of a text (its BOS rule)."""
-        view = self._view(start=True, normalize=True)[0]
+        view = self._view(normalize=True)[0]
         view.post_processor = self._backend.post_processor
         encoded = view.encode("a", add_special_tokens=True)
         first_text = encoded.special_tokens_mask.index(0) if 0 in encoded.special_tokens_mask else 0
@@ -77,7 +77,7 @@ class ByteEncoder:
         """Encode bytes as the continuation of a text.
 
         One id where they are an entry; else what the tokenizer gives; where that would change the bytes, the same
-        without its normalizer, then its pieces by longest match; one byte token a byte for what is no valid UTF-8.
+        without its normalizer, then byte tokens; one byte token a byte for what is no valid UTF-8.
 
         Returns:
             Ids that write exactly `data`, or None if this tokenizer cannot write it.
@@ -86,7 +86,7 @@ class ByteEncoder:
             return [self.id_of[data]]
         ids: list[int] = []
         for text, invalid in _utf8_segments(data):
-            part = self._encode_text(text) if text else self._byte_tokens(invalid)
+            part = self._encode_text(text) if text else self.byte_tokens(invalid)
             if part is None:
                 return None
             ids += part
@@ -114,17 +114,17 @@ class ByteEncoder:
             text: The text.
             start: Whether the text starts here, so that the tokenizer's own leading space (if any) is put in.
         """
-        view = self._start if start else self._continuation
+        if start:
+            text = self._with_start_space(text)
         missing = self._missing_bytes
         if not missing or len(data := text.encode("utf-8", "replace")) == len(data.translate(None, missing)):
-            return self._encode_view(view, text)
+            return self._encode_view(self._continuation, text)
         ids: list[int] = []
         for run in re.split(f"([{re.escape(''.join(sorted(self._unwritable_chars(text))))}])", text):
             if run and len(run.encode("utf-8").translate(None, missing)) == len(run.encode("utf-8")):
-                ids += self._encode_view(view, run)
+                ids += self._encode_view(self._continuation, run)
             elif run:
                 ids += self._replace_missing(run.encode("utf-8"))
-            view = self._continuation if run else view
         return ids
 
     def encode_context_bytes(self, data: bytes) -> list[int]:
@@ -136,6 +136,15 @@ class ByteEncoder:
         for text, invalid in _utf8_segments(data):
             ids += self.encode_context(text) if text else self._replace_missing(invalid)
         return ids
+
+    def byte_tokens(self, data: bytes) -> list[int] | None:
+        """Encode bytes as one token a byte, or None if this tokenizer lacks one of them."""
+        ids = [self._byte_ids.get(b) for b in data]
+        return None if None in ids else ids  # type: ignore[return-value]
+
+    @cached_property
+    def _byte_ids(self) -> dict[int, int]:
+        return {b: self.id_of[bytes([b])] for b in range(256) if bytes([b]) in self.id_of}
 
     def is_hard_boundary(self, text: str, position: int) -> bool:
         """Whether text before and after `position` is encoded independently: between a word and a space.
@@ -153,9 +162,11 @@ class ByteEncoder:
 
     @cached_property
     def _space_cuts(self) -> bool:
-        return all(
-            part["type"] in _TEXT_KEEPING_NORMALIZERS or _is_space_sign(part) for part in self._normalizers
-        ) and self._model_type in {"BPE", "Unigram"}
+        return (
+            all(part["type"] in _TEXT_KEEPING_NORMALIZERS or _is_space_sign(part) for part in self._normalizers)
+            and self._model_type in {"BPE", "Unigram"}
+            and b" " in self.id_of
+        )
 
     @cached_property
     def _bytes_joined_to_space(self) -> set[int]:
@@ -174,14 +185,13 @@ class ByteEncoder:
         return {char for char in set(text) if not missing.isdisjoint(char.encode("utf-8", "replace"))}
 
     def _replace_missing(self, data: bytes) -> list[int]:
-        stand_in = self._encode_view(self._continuation, _REPLACEMENT)
-        byte_ids = self.token_bytes.byte_ids
+        tokenizer, real_ids = self._continuation
+        stand_in = [real_ids.get(i, i) for i in tokenizer.encode(_REPLACEMENT, add_special_tokens=False).ids]
+        stand_in = [i for i in stand_in if i < self.token_bytes.num_ids]
+        byte_ids = self._byte_ids
+        if byte_ids.keys().isdisjoint(data):
+            return self._encode_view(self._continuation, data.decode("utf-8", "replace"))
         return [i for b in data for i in ([byte_ids[b]] if b in byte_ids else stand_in)]
-
-    def _byte_tokens(self, data: bytes) -> list[int] | None:
-        byte_ids = self.token_bytes.byte_ids
-        ids = [byte_ids.get(b) for b in data]
-        return None if None in ids else ids  # type: ignore[return-value]
 
     def _encode_text(self, text: str) -> list[int] | None:
         data = text.encode("utf-8")
@@ -189,55 +199,56 @@ class ByteEncoder:
             ids = self._encode_view(view, text)
             if self.token_bytes.write(ids) == data and self._control.isdisjoint(ids):
                 return ids
-        return self._longest_match(data) if self.token_bytes.writer.family == "wordpiece" else self._byte_tokens(data)
-
-    def _longest_match(self, data: bytes) -> list[int] | None:
-        ids, at = [], 0
-        while at < len(data):
-            for end in range(min(len(data), at + self._longest_entry), at, -1):
-                if (found := self.id_of.get(data[at:end])) is not None:
-                    ids.append(found)
-                    at = end
-                    break
-            else:
-                return None
-        return ids
-
-    @cached_property
-    def _longest_entry(self) -> int:
-        return max(map(len, self.token_bytes.entries), default=0)
+        return self.byte_tokens(data)
 
     # Views of the tokenizer. Each is (tokenizer, {its id: the real id}) and shares the vocabulary with the original.
 
     @cached_property
     def _continuation(self) -> tuple[Tokenizer, dict[int, int]]:
-        return self._view(start=False, normalize=True)
-
-    @cached_property
-    def _start(self) -> tuple[Tokenizer, dict[int, int]]:
-        return self._view(start=True, normalize=True)
+        return self._view(normalize=True)
 
     @cached_property
     def _bare(self) -> tuple[Tokenizer, dict[int, int]]:
-        return self._view(start=False, normalize=False)
+        return self._view(normalize=False)
 
-    def _view(self, start: bool, normalize: bool) -> tuple[Tokenizer, dict[int, int]]:
+    def _view(self, normalize: bool) -> tuple[Tokenizer, dict[int, int]]:
         view = Tokenizer(self._backend.model)
         kept = [
-            part
-            for part in self._normalizers
-            if _is_space_sign(part)
-            or (part["type"] == "Prepend" and start)
-            or (part["type"] != "Prepend" and normalize)
+            part for part in self._normalizers if _is_space_sign(part) or (part["type"] != "Prepend" and normalize)
         ]
         if kept:
             view.normalizer = _from_state(normalizers.Sequence([]), {"type": "Sequence", "normalizers": kept})
         if self._pre_tokenizers:
-            parts = [part if start else _without_prefix_space(part) for part in self._pre_tokenizers]
+            parts = [_without_prefix_space(part) for part in self._pre_tokenizers]
             view.pre_tokenizer = _from_state(pre_tokenizers.Sequence([]), {"type": "Sequence", "pretokenizers": parts})
+        # New tokens are numbered from the count of the others, so holes are filled first, with what no text spells.
+        num_ids = int((self.token_bytes.kinds != NO_TOKEN).nonzero()[0].max(initial=-1)) + 1
+        num_holes = max(0, num_ids - self._backend.get_vocab_size(with_added_tokens=True))
+        view.add_tokens([f"\U0010fffe{n}\U0010ffff" for n in range(num_holes)])
         view.add_tokens([token for _, token in self._added])
         real_ids = {view.token_to_id(token.content): i for i, token in self._added}
         return view, {new: old for new, old in real_ids.items() if new != old}
+
+    def _with_start_space(self, text: str) -> str:
+        """Put in the space that the tokenizer itself inserts at the start of a text."""
+        if not text or not self._start_space or text.startswith(self._added_surfaces):
+            return text
+        return text if self._start_space == "unless there" and text.startswith((" ", "▁")) else " " + text
+
+    @cached_property
+    def _added_surfaces(self) -> tuple[str, ...]:
+        return tuple(token.content for _, token in self._added)
+
+    @cached_property
+    def _start_space(self) -> Literal["", "always", "unless there"]:
+        if any(part["type"] == "Prepend" for part in self._normalizers):
+            return "always"
+        for part in self._pre_tokenizers:
+            if part["type"] == "Metaspace" and part.get("prepend_scheme", "always") != "never":
+                return "unless there"
+            if part["type"] == "ByteLevel" and part["add_prefix_space"]:
+                return "unless there"
+        return ""
 
     def _encode_view(self, view: tuple[Tokenizer, dict[int, int]], text: str) -> list[int]:
         return self._encode_view_batch(view, [text])[0]
@@ -248,40 +259,50 @@ class ByteEncoder:
         batch = [encoding.ids for encoding in encoded]
         if real_ids:
             batch = [[real_ids.get(i, i) for i in ids] for ids in batch]
-        forbidden = self._control - {self._unknown}
+        suspicious = self._suspicious_ids
         for n, (text, ids) in enumerate(zip(texts, batch, strict=True)):
-            if not forbidden.isdisjoint(ids) or (self._model_type == "Unigram" and _BYTE_SURFACE.search(text)):
-                batch[n] = [i for piece in self._cut_surfaces(text) for i in self._respell(view, piece)]
-            elif ids and max(ids) >= self.token_bytes.num_ids:
+            if not suspicious.isdisjoint(ids):
                 batch[n] = self._respell(view, text)
         return batch
 
-    def _cut_surfaces(self, text: str) -> list[str]:
-        """Cut text inside everything that spells a control or byte token, so that it stays text."""
-        cuts = {match.start() + 1 for match in self._surfaces.finditer(text)}
-        bounds = [0, *sorted(cuts), len(text)]
-        return [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
+    @cached_property
+    def _suspicious_ids(self) -> set[int]:
+        """Ids whose presence asks for a closer look: without a row, or perhaps read from text that spells them."""
+        rowless = set(range(self.token_bytes.num_ids, self._backend.get_vocab_size(with_added_tokens=True)))
+        return self._control | rowless | set(self._spelled_byte_ids)
 
     @cached_property
-    def _surfaces(self) -> re.Pattern[str]:
-        surfaces = {self._backend.id_to_token(i) for i in self._control} - {None}
-        # A look-ahead, so that surfaces which overlap are all found.
-        return re.compile("(?=" + "|".join([_BYTE_SURFACE.pattern, *map(re.escape, sorted(surfaces))]) + ")")
+    def _spelled_byte_ids(self) -> frozenset[int]:
+        """Byte tokens of a tokenizer that would read one from the text `<0x0A>`: not so where only merges make tokens."""
+        model = self._backend.model
+        if self._model_type == "BPE" and not model.ignore_merges:
+            return frozenset()
+        ids = (model.token_to_id(f"<0x{b:02X}>") for b in range(256))
+        return frozenset(i for i in ids if i is not None)
 
     def _respell(self, view: tuple[Tokenizer, dict[int, int]], text: str) -> list[int]:
-        """Encode, and spell with shorter tokens what is written by an id that the model has no row for."""
+        """Encode text such that nothing it spells becomes a control or byte token, and every id has a row.
+
+        Where a token must not be used, the text is cut inside it and both parts are encoded again.
+        """
         tokenizer, real_ids = view
-        ids: list[int] = []
         encoding = tokenizer.encode(text, add_special_tokens=False)
-        for i, (a, b) in zip(encoding.ids, encoding.offsets, strict=True):
-            i = real_ids.get(i, i)
-            if i < self.token_bytes.num_ids:
-                ids.append(i)
-            elif b - a > 1:
-                half = (a + b) // 2
-                ids += self._respell(view, text[a:half]) + self._respell(view, text[half:b])
+        ids = [real_ids.get(i, i) for i in encoding.ids]
+        for i, (a, b) in zip(ids, encoding.offsets, strict=True):
+            if i == self._unknown:
+                # Where it stands for characters that are unknown it is the tokenizer's view of the text, and stays.
+                normalizer = tokenizer.normalizer
+                seen = text[a:b] if normalizer is None else normalizer.normalize_str(text[a:b])
+                must_go = self._backend.id_to_token(i) in seen
             else:
-                ids += self._replace_missing(text[a:b].encode("utf-8"))
+                is_spelled_byte = i in self._spelled_byte_ids and b - a > 1
+                must_go = is_spelled_byte or i in self._control or i >= self.token_bytes.num_ids
+            if must_go:
+                if b - a > 1:
+                    return self._respell(view, text[: a + 1]) + self._respell(view, text[a + 1 :])
+                before = self._respell(view, text[:a]) if a else []
+                after = self._respell(view, text[b:]) if b < len(text) else []
+                return [*before, *self._replace_missing(text[a:b].encode("utf-8", "replace")), *after]
         return ids
 
 
@@ -292,9 +313,6 @@ def split_begun_character(data: bytes) -> tuple[str, bytes]:
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return decoder.decode(data), decoder.getstate()[0]
-
-
-_BYTE_SURFACE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def _utf8_segments(data: bytes) -> Iterator[tuple[str, bytes]]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-import tempfile
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any
@@ -54,15 +54,14 @@ def save_arrays(key: str, arrays: dict[str, np.ndarray]) -> None:
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=f".{key}-")
-        os.close(handle)
+        temporary = folder / f".{key}-{uuid.uuid4().hex}"
         try:
-            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, name)
-            os.replace(name, folder / f"{key}.safetensors")
+            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary)
+            os.replace(temporary, folder / f"{key}.safetensors")
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         warnings.warn(
             f"cannot store vocabulary maps in {folder} ({error}): they are built again next time. "
             "Set HF_ENSEMBLE_CACHE to a folder that can be written.",
@@ -96,7 +95,11 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         ]
         digest.update(json.dumps(state, default=str).encode())
     else:
-        digest.update(backend.to_str().encode())
+        description = backend.to_str()
+        if backend.padding is not None or backend.truncation is not None:
+            # Left behind by the user's last call; no part of what the tokenizer is.
+            description = json.dumps({**json.loads(description), "padding": None, "truncation": None})
+        digest.update(description.encode())
     digest.update(json.dumps([tokenizer.all_special_ids, tokenizer.unk_token_id]).encode())
     return digest.hexdigest()
 

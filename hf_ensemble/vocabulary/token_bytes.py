@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Any
 
 import numpy as np
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import VocabularyError
@@ -89,19 +89,11 @@ class TokenBytes:
                 self.fingerprint, {"kinds": self.kinds, "bounds": bounds, "blob": blob, "num_rowless": num_rowless}
             )
 
-    @cached_property
-    def byte_ids(self) -> dict[int, int]:
-        """The lowest id that writes a single byte alone, by byte."""
-        found: dict[int, int] = {}
-        for i, entry in enumerate(self.entries):
-            if len(entry) == 1:
-                found.setdefault(entry[0], i)
-        return found
-
     @property
     def missing_bytes(self) -> bytes:
         """The byte values that no token writes alone: what such a tokenizer may be unable to write."""
-        return bytes(b for b in range(256) if b not in self.byte_ids)
+        alone = {entry[0] for entry in self.entries if len(entry) == 1}
+        return bytes(b for b in range(256) if b not in alone)
 
     @property
     def strips_start(self) -> bool:
@@ -120,15 +112,21 @@ class TokenBytes:
     def _check_against_decoder(self, added: set[int]) -> None:
         """Compare with the tokenizer's own decoder wherever that gives valid text."""
         text_ids = [i for i in np.flatnonzero(self.kinds == TEXT).tolist() if i not in added]
+        if not text_ids:
+            return
+        # After an anchor, because decoders treat the first token of a text in their own ways.
+        anchor = next(
+            (i for i in text_ids if self.entries[i].strip().isalpha() and self.entries[i].isascii()), text_ids[0]
+        )
         step = max(1, len(text_ids) // _NUM_PROBE_IDS)
         probes = [[i] for i in text_ids[::step]]
         for text in _PROBE_TEXTS:
             ids = self.backend.encode(text, add_special_tokens=False).ids
             probes.append([i for i in ids if i < self.num_ids and self.kinds[i] == TEXT and i not in added])
         for ids in probes:
-            decoded = self.backend.decode(ids, skip_special_tokens=False)
+            decoded = self.writer.decode([self.backend.id_to_token(i) for i in [anchor, *ids]])
             try:
-                written = self.write_from_start(ids).decode("utf-8")
+                written = self.write_from_start([anchor, *ids]).decode("utf-8")
             except UnicodeDecodeError:
                 continue
             if written != decoded:
@@ -145,6 +143,7 @@ class TokenWriter:
     def __init__(self, backend: Any, name: str):
         parts = flatten_component(component_state(backend.decoder), "decoders")
         kinds = [part["type"] for part in parts]
+        self._decoder = backend.decoder
         self.strips_start = False
         self._replacements: list[tuple[str, str]] = []
         self._byte_fallback = "ByteFallback" in kinds
@@ -154,6 +153,7 @@ class TokenWriter:
         elif "WordPiece" in kinds:
             self.family = "wordpiece"
             self._word_prefix = parts[kinds.index("WordPiece")]["prefix"]
+            self._decoder = decoders.WordPiece(prefix=self._word_prefix, cleanup=False)
             self.strips_start = True
         elif kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
             self.family = "sentencepiece"
@@ -172,6 +172,11 @@ class TokenWriter:
                 f"the tokenizer of {name!r} cannot be understood: its decoder is {kinds or None}. Known are byte-level, "
                 "SentencePiece-style (Replace, ByteFallback, Metaspace) and WordPiece decoders."
             )
+
+    def decode(self, tokens: list[str]) -> str:
+        """The text that the tokenizer's own decoder makes of tokens, without WordPiece's clean-up of spaces."""
+        text: str = self._decoder.decode(tokens)
+        return text
 
     def piece(self, token: str) -> bytes:
         """What an ordinary vocabulary token writes."""

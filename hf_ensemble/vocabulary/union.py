@@ -42,8 +42,9 @@ class UnionVocabulary:
         self.primary_size = encoders[0].token_bytes.num_ids
         key = None
         arrays = None
-        if cache:
-            key = store_key("union", [encoder.token_bytes.fingerprint for encoder in encoders])
+        fingerprints = [encoder.token_bytes.fingerprint for encoder in encoders]
+        if cache and all(fingerprints):
+            key = store_key("union", fingerprints)
             arrays = load_arrays(key)
         if arrays is None:
             arrays = self._build()
@@ -93,12 +94,10 @@ class UnionVocabulary:
         union_of = dict(primary.id_of)
         source = [(0, i) for i in range(self.primary_size)]
         for m, encoder in enumerate(self.encoders[1:], start=1):
-            token_bytes = encoder.token_bytes
-            for i in np.flatnonzero(token_bytes.kinds == TEXT).tolist():
-                entry = token_bytes.entries[i]
+            for entry, i in sorted(encoder.id_of.items(), key=lambda item: item[1]):
                 if entry not in union_of:
                     union_of[entry] = len(source)
-                    source.append((m, encoder.id_of[entry]))
+                    source.append((m, i))
         arrays = {"source": np.array(source, dtype=np.int32)}
         for m, encoder in enumerate(self.encoders):
             token_bytes = encoder.token_bytes

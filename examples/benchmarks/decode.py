@@ -1,0 +1,142 @@
+"""Time a fused step beside the members' own cached steps, in one process, step by step in turn.
+
+Prints, around each asked length, the members' own steps, their sum, the fused step of each method, its ratio to the
+sum (median and quartiles over the steps), and the naive way: the assistant re-encodes and recomputes the whole text at
+every step, and entries are mixed in Python dictionaries. Then the throughput of a batch of unequal prompts.
+
+    python examples/benchmarks/decode.py [--models A B] [--at 50 500] [--methods unite gac]
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+from turns import OwnLoop, TakeTurns
+
+import hf_ensemble
+from hf_ensemble import EnsembleForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+PROMPT = (
+    "The history of the city begins with a small settlement at the river. Over the centuries it grew, traded with its "
+    "neighbours, burned down twice and was built again, each time with wider streets."
+)
+UNEQUAL_PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village far away from the sea, there lived",
+    "def fibonacci(n):\n",
+    "Water boils at",
+    "The three most important inventions of the nineteenth century, in the order in which they were made, were",
+    "Dear Sir or Madam,\n\nI am writing to you about",
+    "In mathematics, a prime number is",
+    "Die Hauptstadt von Deutschland ist",
+]
+WINDOW = 12
+"""Steps on each side of an asked length over which medians are taken."""
+
+
+@torch.no_grad()
+def naive_step(ensemble: EnsembleForCausalLM, ids: torch.Tensor, own_primary: float, top_k: int = 10) -> float:
+    """Seconds of one step done naively, at the text `ids`; the primary's cached step is taken as `own_primary`."""
+    start = time.perf_counter()
+    primary, assistant = ensemble.tokenizers
+    text = primary.decode(ids[0], skip_special_tokens=True)
+    inputs = assistant(text, return_tensors="pt").to(ensemble.members[1].device)
+    row = ensemble.members[1](**inputs, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+    table = {assistant.decode([i]): p for i, p in enumerate(row.softmax(-1).tolist())}
+    mixed = dict.fromkeys((primary.decode([i]) for i in range(len(primary))), 0.0)
+    for key in sorted(table, key=table.get, reverse=True)[:top_k]:
+        mixed[key] = mixed.get(key, 0.0) + table[key]
+    max(mixed, key=mixed.get)
+    return own_primary + time.perf_counter() - start
+
+
+def quartiles(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
+
+
+def time_lengths(ensemble: EnsembleForCausalLM, methods: list[str], lengths: list[int], naive_repeats: int) -> None:
+    inputs = ensemble.tokenizer(PROMPT, return_tensors="pt").to(ensemble.device)
+    count = max(lengths) + WINDOW
+    rows = []
+    # No EOS: what is measured is a step, however the text would end.
+    settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": ensemble.tokenizer.unk_token_id}
+    for method in methods:
+        prompts = [tokenizer(PROMPT, return_tensors="pt").input_ids for tokenizer in ensemble.tokenizers]
+        loops = [OwnLoop(model, ids) for model, ids in zip(ensemble.members, prompts, strict=True)]
+        with tqdm(total=count, desc=method, unit="step") as progress:
+            turns = TakeTurns(loops, progress)
+            output = ensemble.generate(**inputs, **settings, method=method, stopping_criteria=[turns])
+        done = len(turns.fused)
+        for length in (at for at in lengths if at + WINDOW <= done):
+            steps = range(length - WINDOW, length + WINDOW)
+            own = [turns.own[n] for n in steps]
+            fused = [turns.fused[n] for n in steps]
+            ratios = [f / sum(o) for f, o in zip(fused, own, strict=True)]
+            text = output[:, : inputs.input_ids.shape[1] + length]
+            primary_step = statistics.median(o[0] for o in own)
+            naive = [naive_step(ensemble, text, primary_step) for _ in range(naive_repeats)]
+            rows.append((method, length, own, fused, ratios, statistics.median(naive)))
+        if done < count:
+            print(f"{method}: the text ended after {done} steps")
+    print(
+        "\n| method | new tokens | own steps, ms | sum, ms | fused step, ms | ratio to sum, median (quartiles) | naive, ms |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for method, length, own, fused, ratios, naive in rows:
+        each = " + ".join(f"{1e3 * statistics.median(values):.1f}" for values in zip(*own, strict=True))
+        total = 1e3 * statistics.median(map(sum, own))
+        step = 1e3 * statistics.median(fused)
+        print(f"| {method} | {length} | {each} | {total:.1f} | {step:.1f} | {quartiles(ratios)} | {1e3 * naive:.0f} |")
+
+
+def time_batch(ensemble: EnsembleForCausalLM, methods: list[str], repeats: int, new_tokens: int = 32) -> None:
+    print("\n| method | batch | tokens a second, median (quartiles) | to batch 1 |\n|---|---|---|---|")
+    end = {"eos_token_id": ensemble.tokenizer.unk_token_id}
+    for method in methods:
+        rates: dict[int, list[float]] = {1: [], len(UNEQUAL_PROMPTS): []}
+        for _ in range(repeats):
+            for size, values in rates.items():
+                prompts = UNEQUAL_PROMPTS[-size:]
+                inputs = ensemble.tokenizer(prompts, return_tensors="pt", padding=True).to(ensemble.device)
+                start = time.perf_counter()
+                ensemble.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, method=method, **end)
+                values.append(size * new_tokens / (time.perf_counter() - start))
+        one = statistics.median(rates[1])
+        for size, values in rates.items():
+            print(f"| {method} | {size} | {quartiles(values)} | {statistics.median(values) / one:.2f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", help="members; default: the two demo models")
+    parser.add_argument("--methods", nargs="+", default=["unite", "gac"])
+    parser.add_argument("--at", nargs="+", type=int, default=[50, 500], help="numbers of new tokens to measure at")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of the batches, and of the naive step")
+    parser.add_argument("--skip-batch", action="store_true")
+    args = parser.parse_args()
+    models = args.models
+    if models is None:
+        from demo_models import demo_model_paths
+
+        models = [str(path) for path in demo_model_paths()]
+    ensemble = EnsembleForCausalLM.from_pretrained(models, dtype=torch.float32)
+    print(
+        f"hf_ensemble {hf_ensemble.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} threads, {platform.machine()}, float32"
+    )
+    time_lengths(ensemble, args.methods, args.at, args.repeats)
+    if not args.skip_batch:
+        time_batch(ensemble, args.methods, args.repeats)
+
+
+if __name__ == "__main__":
+    main()

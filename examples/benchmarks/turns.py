@@ -1,0 +1,62 @@
+"""Taking turns: after every fused step each member takes a step by itself, so that all meet the same machine."""
+
+import time
+
+import torch
+from transformers import StoppingCriteria
+
+
+class OwnLoop:
+    """A member decoding greedily by itself, one step at a time, with its stock cache and the stock loop's calls."""
+
+    def __init__(self, model, input_ids: torch.Tensor, replayed: torch.Tensor | None = None):
+        self._model = model
+        self._replayed = replayed
+        self._steps = self._decode(input_ids.to(model.device))
+
+    def step(self) -> float:
+        """Decode one token and return the seconds it took."""
+        start = time.perf_counter()
+        next(self._steps)
+        return time.perf_counter() - start
+
+    @torch.no_grad()
+    def _decode(self, ids: torch.Tensor):
+        kwargs = {"use_cache": True, "position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
+        num_new = ids.shape[1]
+        while True:
+            inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=num_new, **kwargs)
+            output = self._model(**inputs, logits_to_keep=1)
+            kwargs = self._model._update_model_kwargs_for_generation(output, kwargs)
+            chosen = output.logits[:, -1].float().argmax(-1, keepdim=True)
+            chosen[0, -1].item()
+            if self._replayed is not None:
+                chosen = self._replayed[None, ids.shape[1], None]
+            ids = torch.cat([ids, chosen], dim=-1)
+            num_new = 1
+            yield
+
+
+class TakeTurns(StoppingCriteria):
+    """Between two fused steps lets each member do one of its own.
+
+    Attributes:
+        fused: Seconds of each fused step.
+        own: Seconds of each member's own step, taken right after it.
+    """
+
+    def __init__(self, loops: list[OwnLoop], progress=None):
+        self.loops, self.progress = loops, progress
+        self.fused: list[float] = []
+        self.own: list[list[float]] = []
+        self._resumed = time.perf_counter()
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.is_cuda:
+            torch.cuda.synchronize()
+        self.fused.append(time.perf_counter() - self._resumed)
+        self.own.append([loop.step() for loop in self.loops])
+        if self.progress is not None:
+            self.progress.update()
+        self._resumed = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

@@ -1,0 +1,548 @@
+"""The plain, slow reference for GaC and UniTE: dictionaries keyed by bytes, and a fresh forward for every step.
+
+It implements sections 1 to 5 of the semantics from the tokenizers and models alone and shares no code with the
+library. No cache, no batch, no vectorised arithmetic beyond one softmax.
+"""
+
+import codecs
+import copy
+import functools
+import heapq
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EOS = "EOS"
+Key = bytes | str | tuple[str, int]
+"""What an entry stands for: the bytes it writes, `EOS`, or `("control", id)` for another control token."""
+
+SPACE_SIGN = "\u2581"
+REPLACEMENT = "\ufffd"
+
+
+# --- Tokens as bytes (section 1) ------------------------------------------------------------------------------------
+
+
+class TextRules(NamedTuple):
+    tokenizer: Tokenizer
+    member_ids: dict[int, int]
+    """Its numbering to the member's: added tokens may have moved."""
+
+
+class ReferenceMember:
+    """A model, its tokenizer and what its ids write.
+
+    Args:
+        model: A causal language model in float32.
+        tokenizer: A tokenizer with a `tokenizers` backend.
+        eos_ids: End ids that replace those of the generation config, the config and the tokenizer.
+        name: For error messages.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: Iterable[int] | int | None = None,
+        name: str = "member",
+    ):
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.backend = tokenizer.backend_tokenizer
+        self.spec = json.loads(self.backend.to_str())
+        self.decoder_types = set(_parts(self.spec["decoder"], "type"))
+        self.vocab = self.backend.get_vocab(with_added_tokens=True)
+        self.num_rows = model.config.get_text_config().vocab_size
+        self.added = tokenizer.added_tokens_decoder
+
+        self.eos_ids = self._find_eos_ids(eos_ids)
+        special = {i for i, token in self.added.items() if token.special} | set(tokenizer.all_special_ids)
+        self.control = special | {i for i in self.eos_ids if self._is_end_marker(i)}
+        self.control &= set(self.vocab.values())
+        self.rowless = {i for i in self.vocab.values() if i >= self.num_rows}
+
+        textless = self.control | self.rowless
+        hidden = {token for token, i in self.vocab.items() if i in textless}
+        self._view = _text_only(self.spec, self.vocab, hidden, inserts_space=True, normalizes=True)
+        self._continue = _text_only(self.spec, self.vocab, hidden, inserts_space=False, normalizes=True)
+        self._continue_plain = _text_only(self.spec, self.vocab, hidden, inserts_space=False, normalizes=False)
+
+        self.token_bytes = {}
+        for token, i in self.vocab.items():
+            written = None if i in textless else self._bytes_of(token, i)
+            if written:
+                self.token_bytes[i] = written
+        self.entries: dict[bytes, list[int]] = {}
+        for i in sorted(self.token_bytes):
+            self.entries.setdefault(self.token_bytes[i], []).append(i)
+        self.control_eos = sorted(i for i in self.eos_ids & self.control if i < self.num_rows)
+        self.prompt_prefix = self._find_prompt_prefix()
+        self._encoded: dict[bytes, list[int] | None] = {}
+
+    def _find_eos_ids(self, given: Iterable[int] | int | None) -> set[int]:
+        generation_config = getattr(self.model, "generation_config", None)
+        configured = (given, getattr(generation_config, "eos_token_id", None), self.model.config.eos_token_id)
+        for ids in (*configured, self.tokenizer.eos_token_id):
+            if ids is not None:
+                return {ids} if isinstance(ids, int) else set(ids)
+        return set()
+
+    def _is_end_marker(self, i: int) -> bool:
+        """Whether an end id is a marker such as `<|im_end|>`, flagged or not, rather than text such as a newline."""
+        return i in self.added and not self.added[i].content.isspace()
+
+    def _bytes_of(self, token: str, i: int) -> bytes | None:
+        if "ByteLevel" in self.decoder_types:
+            alphabet = _gpt2_bytes()
+            if i in self.added or not set(token) <= alphabet.keys():
+                return token.encode()
+            return bytes(alphabet[char] for char in token)
+        if self.decoder_types & {"Replace", "Metaspace", "ByteFallback"}:
+            if "ByteFallback" in self.decoder_types and len(token) == 6 and token[:3] == "<0x" and token[-1] == ">":
+                return bytes([int(token[3:5], 16)])
+            return token.replace(SPACE_SIGN, " ").encode()
+        if i in self.added:
+            return token.encode()
+        if "WordPiece" in self.decoder_types:
+            prefix = self.spec["decoder"]["prefix"]
+            return token.removeprefix(prefix).encode() if token.startswith(prefix) else b" " + token.encode()
+        anchor = min(set(self.vocab.values()) - self.added.keys())
+        before = self.backend.decode([anchor], skip_special_tokens=False)
+        both = self.backend.decode([anchor, i], skip_special_tokens=False)
+        return both.removeprefix(before).encode() if both.startswith(before) else None
+
+    def _find_prompt_prefix(self) -> list[int]:
+        """What the tokenizer puts in front of a prompt: BOS, if that is its rule."""
+        bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        full = self.tokenizer("a")["input_ids"]
+        start = next(at for at in range(len(full)) if full[at : at + len(bare)] == bare)
+        return full[:start]
+
+    def canonical_id(self, data: bytes) -> int:
+        """Of the ids that write these bytes, the one the tokenizer itself gives, else the lowest."""
+        ids = self.entries[data]
+        if len(ids) > 1 and _is_utf8(data):
+            given = self._ids(self._continue, data.decode())
+            if len(given) == 1 and given[0] in ids:
+                return given[0]
+        return ids[0]
+
+    def written(self, ids: Iterable[int]) -> bytes | None:
+        """The bytes that these ids write in the middle of a text; None if one of them is no text."""
+        parts = [self.token_bytes.get(i) for i in ids]
+        return None if None in parts else b"".join(parts)
+
+    def encode(self, data: bytes) -> list[int] | None:
+        """Ids that write exactly these bytes as the continuation of a text; None if the member cannot write them."""
+        if data not in self._encoded:
+            self._encoded[data] = self._encode(data)
+        return self._encoded[data]
+
+    def _encode(self, data: bytes) -> list[int] | None:
+        if data in self.entries:
+            return [self.canonical_id(data)]
+        for rules in (self._continue, self._continue_plain):
+            ids = []
+            for run in _runs(data):
+                run_ids = self._ids(rules, run) if isinstance(run, str) else self.byte_ids(run)
+                ids.extend(run_ids if run_ids is not None else [-1])
+            if self.written(ids) == data:
+                return ids
+        return self.byte_ids(data)
+
+    def byte_ids(self, data: bytes) -> list[int] | None:
+        """One id a byte."""
+        pieces = [data[at : at + 1] for at in range(len(data))]
+        return [self.canonical_id(piece) for piece in pieces] if all(p in self.entries for p in pieces) else None
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """The tokenizer's own view of a whole text, without BOS. May be lossy, but no character is dropped unseen."""
+        return self._seen(text, self._view)
+
+    def append_ids(self, text: str) -> list[int]:
+        """As `encode`, but lossy where the member cannot write the text."""
+        ids = self.encode(text.encode())
+        return ids if ids is not None else self._seen(text, self._continue)
+
+    def _seen(self, text: str, rules: TextRules) -> list[int]:
+        if "ByteLevel" not in self.decoder_types or self._keeps(text, rules):
+            return self._ids(rules, text)
+        kept = (char if self._keeps(char, self._continue) else REPLACEMENT for char in text)
+        return self._ids(rules, "".join(kept))
+
+    def _keeps(self, text: str, rules: TextRules) -> bool:
+        normalizer = rules.tokenizer.normalizer
+        normalized = normalizer.normalize_str(text) if normalizer else text
+        return self.written(self._ids(rules, text)) == normalized.encode()
+
+    def _ids(self, rules: TextRules, text: str) -> list[int]:
+        return [rules.member_ids[i] for i in rules.tokenizer.encode(text, add_special_tokens=False).ids]
+
+    def text_of_prompt(self, ids: Sequence[int]) -> bytes:
+        """The text that a prompt's ids write: control tokens dropped, the space that the decoder strips stripped."""
+        data = b"".join(self.token_bytes.get(i, b"") for i in ids)
+        strips = self.decoder_types & {"Strip", "Metaspace", "WordPiece"}
+        return data.removeprefix(b" ") if strips else data
+
+    @torch.no_grad()
+    def entry_logits(self, context: Sequence[int]) -> tuple[dict[Key, float], list[float]]:
+        """The logits of the entries after these ids (several ids: their log-sum-exp), and those of the ids."""
+        if not context:
+            raise ValueError(f"{self.name} has no token to start from.")
+        ids = torch.tensor([list(context)])
+        row = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1].tolist()
+        logits = {data: _logsumexp([row[i] for i in ids]) for data, ids in self.entries.items()}
+        if self.control_eos:
+            logits[EOS] = _logsumexp([row[i] for i in self.control_eos])
+        return logits, row
+
+
+@functools.cache
+def _gpt2_bytes() -> dict[str, int]:
+    printable = [byte for byte in range(256) if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(b): b for b in printable}, **{chr(256 + rank): b for rank, b in enumerate(others)}}
+
+
+def _parts(spec: object, name: str) -> Iterable:
+    """All values under a key, at any depth."""
+    if isinstance(spec, dict):
+        if name in spec:
+            yield spec[name]
+        for value in spec.values():
+            yield from _parts(value, name)
+    elif isinstance(spec, list):
+        for value in spec:
+            yield from _parts(value, name)
+
+
+def _text_only(
+    spec: dict, vocab: dict[str, int], hidden: set[str], *, inserts_space: bool, normalizes: bool
+) -> TextRules:
+    """A copy of a tokenizer that cannot produce the tokens in `hidden` from text, and adds nothing at the ends.
+
+    Replacing spaces by the space sign is spelling, no normalization, and always kept.
+    """
+    added = [token for token in spec["added_tokens"] if token["content"] not in hidden]
+    model = dict(spec["model"])
+    unreachable = {token: f"\U0010ffff{rank}" for rank, token in enumerate(sorted(hidden - {model.get("unk_token")}))}
+    if isinstance(model["vocab"], list):
+        model["vocab"] = [[unreachable.get(token, token), score] for token, score in model["vocab"]]
+    else:
+        model["vocab"] = {unreachable.get(token, token): i for token, i in model["vocab"].items()}
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if unreachable.keys().isdisjoint((*pair, "".join(pair)))]
+
+    def keeps(rule: dict) -> bool:
+        if rule["type"] == "Prepend":
+            return inserts_space
+        return normalizes or (rule["type"] == "Replace" and rule["content"] == SPACE_SIGN)
+
+    normalizer = spec["normalizer"]
+    rules = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
+    kept = [rule for rule in rules if rule and keeps(rule)]
+    normalizer = {"type": "Sequence", "normalizers": kept} if kept else None
+    pre_tokenizer = copy.deepcopy(spec["pre_tokenizer"])
+    if pre_tokenizer and not inserts_space:
+        for rule in pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
+            if rule["type"] == "Metaspace":
+                rule["prepend_scheme"] = "never"
+            elif rule["type"] == "ByteLevel":
+                rule["add_prefix_space"] = False
+    own = {"added_tokens": added, "model": model, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+    nothing = dict.fromkeys(("post_processor", "truncation", "padding"))
+    tokenizer = Tokenizer.from_str(json.dumps({**spec, **own, **nothing}))
+    spelled = {name: token for token, name in unreachable.items()}
+    return TextRules(tokenizer, {i: vocab[spelled.get(name, name)] for name, i in tokenizer.get_vocab().items()})
+
+
+def _is_utf8(data: bytes) -> bool:
+    return data.decode(errors="replace").encode() == data
+
+
+def _runs(data: bytes) -> list[str | bytes]:
+    """Cut bytes into text and what is no complete UTF-8."""
+    chars = data.decode(errors="surrogateescape")
+    groups = groupby(chars, key=lambda char: "\udc80" <= char <= "\udcff")
+    runs = ((broken, "".join(group)) for broken, group in groups)
+    return [run.encode(errors="surrogateescape") if broken else run for broken, run in runs]
+
+
+def split_begun(data: bytes) -> tuple[str, bytes]:
+    """The text that the bytes write, and the bytes of the character that they begin at their end."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(data)
+    return text, decoder.getstate()[0]
+
+
+def _logsumexp(values: Sequence[float]) -> float:
+    highest = max(values)
+    if len(values) == 1 or highest == -math.inf:
+        return highest
+    return highest + math.log(sum(math.exp(value - highest) for value in values))
+
+
+def _softmax(logits: dict[Key, float]) -> dict[Key, float]:
+    total = _logsumexp(list(logits.values()))
+    return {key: math.exp(logit - total) for key, logit in logits.items()}
+
+
+# --- Contexts, distributions and choices (sections 2 to 5) ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AssistantState:
+    text: bytes
+    """The prompt's text and all that was generated."""
+    appended: list[int] = field(default_factory=list)
+    """The context of an assistant that appends."""
+    held: bytes = b""
+    """The begun character that an appending assistant without byte tokens waits for."""
+
+
+@dataclass(frozen=True)
+class State:
+    primary_ids: list[int]
+    assistants: list[AssistantState]
+
+
+@dataclass
+class Step:
+    fused: dict[Key, float]
+    """GaC: by entry of the union. UniTE: by key of the union of the best k. What the primary cannot write is gone."""
+    columns: dict[int, float]
+    """`fused` on the primary's ids; ids that are not listed have nothing."""
+    contexts: list[list[int] | None]
+    """What each member was run on; None if it was not."""
+    members: list[dict[Key, float] | None]
+    """Each member's own distribution (UniTE: over the keys of `fused`, before the primary's limits)."""
+    weights: list[float]
+    """As used: 0 for members that sat out, sum 1."""
+    eos_id: int | None
+    """The primary's id that EOS is written as."""
+
+
+class Reference:
+    """An ensemble of members, the first of which is the primary.
+
+    With one member, or all weight on the primary, the library runs the primary's own `generate`, which does not pool
+    ids of the same bytes: compare with that instead.
+
+    Args:
+        members: At least one.
+        method: `"gac"` or `"unite"`.
+        weights: One a member, uniform by default.
+        top_k: For UniTE.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[ReferenceMember],
+        method: str = "gac",
+        weights: Sequence[float] | None = None,
+        top_k: int = 10,
+    ):
+        if method not in ("gac", "unite"):
+            raise ValueError(f"Unknown method {method!r}.")
+        self.members, self.primary, self.assistants = list(members), members[0], list(members[1:])
+        self.method, self.top_k = method, top_k
+        self.weights = [float(weight) for weight in weights or [1] * len(members)]
+
+    # Contexts
+
+    def prompt_state(self, primary_prompt_ids: Sequence[int]) -> State:
+        """The state after a prompt, given as the primary's ids without padding."""
+        data = self.primary.text_of_prompt(primary_prompt_ids)
+        text, begun = split_begun(data)
+        states = []
+        for member in self.assistants:
+            start = AssistantState(data, [*member.prompt_prefix, *member.prompt_ids(text)])
+            states.append(_append(member, start, begun) if begun else start)
+        return State(list(primary_prompt_ids), states)
+
+    def advance(self, state: State, chosen: Key | Sequence[int]) -> State:
+        """The state after an entry was written, given as its key or as the primary's ids."""
+        if isinstance(chosen, bytes):
+            ids, data = self.primary.encode(chosen), chosen
+        elif chosen == EOS:
+            ids, data = self.primary.control_eos[:1], b""
+        elif isinstance(chosen, tuple) and chosen[0] == "control":
+            ids, data = [chosen[1]], b""
+        else:
+            ids, data = list(chosen), b"".join(self.primary.token_bytes.get(i, b"") for i in chosen)
+        states = state.assistants
+        if data:
+            states = [
+                replace(_append(member, old, data), text=old.text + data)
+                for member, old in zip(self.assistants, states, strict=True)
+            ]
+        return State([*state.primary_ids, *ids], states)
+
+    def contexts(self, state: State) -> list[list[int] | None]:
+        """What each member reads; None for those that sit out."""
+        contexts = [state.primary_ids]
+        for member, own in zip(self.assistants, state.assistants, strict=True):
+            if self.method == "gac":
+                contexts.append(None if own.held else own.appended)
+                continue
+            text, begun = split_begun(own.text)
+            begun_ids = member.byte_ids(begun)
+            start = [*member.prompt_prefix, *member.prompt_ids(text)]
+            contexts.append(None if begun_ids is None else [*start, *begun_ids])
+        return contexts
+
+    # Distributions
+
+    def distribution(self, state: State) -> Step:
+        contexts = [c if w else None for c, w in zip(self.contexts(state), self.weights, strict=True)]
+        weights = [w if c is not None else 0.0 for c, w in zip(contexts, self.weights, strict=True)]
+        if not any(weights):
+            contexts[0], weights[0] = state.primary_ids, 1.0
+        weights = [weight / sum(weights) for weight in weights]
+
+        logits, rows = [], []
+        for member, context in zip(self.members, contexts, strict=True):
+            by_key, row = member.entry_logits(context) if context is not None else (None, None)
+            if by_key is not None and member is self.primary:
+                others = member.control - set(member.control_eos) - member.rowless
+                by_key |= {("control", i): row[i] for i in others}
+            logits.append(by_key)
+            rows.append(row)
+
+        if self.method == "unite":
+            logits = self._over_best_keys(logits, rows)
+        members = [_softmax(by_key) if by_key is not None else None for by_key in logits]
+        fused: dict[Key, float] = {}
+        for weight, probs in zip(weights, members, strict=True):
+            for key, prob in (probs or {}).items():
+                fused[key] = fused.get(key, 0.0) + weight * prob
+        eos_id = self._eos_id(rows[0])
+        spelled = {key: ids for key in fused if (ids := self._primary_ids(key, eos_id))}
+        total = sum(fused[key] for key in spelled)
+        if not total:
+            raise ValueError("The primary cannot write any of the entries that have probability.")
+        fused = {key: fused[key] / total for key in spelled}
+        columns: dict[int, float] = {}
+        for key, prob in fused.items():
+            columns[spelled[key][0]] = columns.get(spelled[key][0], 0.0) + prob
+        return Step(fused, columns, contexts, members, weights, eos_id)
+
+    def _over_best_keys(self, logits: list[dict[Key, float] | None], rows: list[list[float] | None]) -> list:
+        union: set[Key] = set()
+        for member, by_key in zip(self.members, logits, strict=True):
+            if by_key is not None:
+                union.update(self._best_keys(member, by_key))
+        extended = []
+        for member, by_key, row in zip(self.members, logits, rows, strict=True):
+            if by_key is None:
+                extended.append(None)
+                continue
+            own = {}
+            for key in union:
+                own[key] = by_key.get(key, -math.inf)
+                if key not in by_key and isinstance(key, bytes) and (ids := member.encode(key)):
+                    own[key] = row[ids[0]]
+            extended.append(own)
+        return extended
+
+    def _best_keys(self, member: ReferenceMember, by_key: dict[Key, float]) -> list[Key]:
+        return heapq.nsmallest(self.top_k, by_key, key=lambda key: (-by_key[key], _own_id(member, key)))
+
+    def _eos_id(self, row: list[float] | None) -> int | None:
+        ids = self.primary.control_eos
+        if not ids:
+            return None
+        return max(ids, key=lambda i: row[i]) if row is not None else ids[0]
+
+    def _primary_ids(self, key: Key, eos_id: int | None) -> list[int] | None:
+        if key == EOS:
+            return None if eos_id is None else [eos_id]
+        return self.primary.encode(key) if isinstance(key, bytes) else [key[1]]
+
+    # Choices
+
+    @functools.cached_property
+    def union_index(self) -> dict[Key, int]:
+        """Where an entry stands in the union vocabulary: the primary's ids first, then what each assistant adds."""
+        primary = self.primary
+        index: dict[Key, int] = {data: primary.canonical_id(data) for data in primary.entries}
+        index |= {("control", i): i for i in primary.control}
+        if primary.control_eos:
+            index[EOS] = primary.control_eos[0]
+        for member in self.assistants:
+            for data in sorted(member.entries, key=lambda data: _own_id(member, data)):
+                index.setdefault(data, primary.num_rows + len(index))
+        return index
+
+    def choose(self, step: Step) -> tuple[list[int], float]:
+        """The primary's ids of the best entry, and how far it is ahead of the next in log-probability."""
+        if self.method == "unite":
+            best = heapq.nsmallest(2, step.columns, key=lambda i: (-step.columns[i], i))
+            return best[:1], _margin([step.columns[i] for i in best])
+        best = heapq.nsmallest(2, step.fused, key=lambda key: (-step.fused[key], self.union_index[key]))
+        return self._primary_ids(best[0], step.eos_id), _margin([step.fused[key] for key in best])
+
+    def greedy(self, primary_prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
+        """Decode greedily.
+
+        Returns:
+            The new ids, the end id included, and the margin of every decision (one a step, not one an id).
+        """
+        state, new_ids, margins = self.prompt_state(primary_prompt_ids), [], []
+        while len(new_ids) < max_new_tokens:
+            ids, margin = self.choose(self.distribution(state))
+            margins.append(margin)
+            state = self.advance(state, ids)
+            for i in ids:
+                new_ids.append(i)
+                if i in self.primary.eos_ids or len(new_ids) == max_new_tokens:
+                    return new_ids, margins
+        return new_ids, margins
+
+    def distributions_along(
+        self, primary_prompt_ids: Sequence[int], forced_continuation_ids: Sequence[int], positions: Iterable[int]
+    ) -> dict[int, dict[int, float]]:
+        """The fused columns by position, each id of the continuation taken as a choice of its own.
+
+        Position t is what is said about `forced_continuation_ids[t]`: 0 follows the prompt.
+        """
+        wanted, found = set(positions), {}
+        state = self.prompt_state(primary_prompt_ids)
+        for t in range(max(wanted) + 1):
+            if t in wanted:
+                found[t] = self.distribution(state).columns
+            if t < len(forced_continuation_ids):
+                state = self.advance(state, [forced_continuation_ids[t]])
+        return found
+
+
+def _append(member: ReferenceMember, state: AssistantState, data: bytes) -> AssistantState:
+    """Let the context of an appending assistant grow by what a step wrote."""
+    data = state.held + data
+    ids = member.encode(data)
+    if ids is not None:
+        return replace(state, appended=[*state.appended, *ids], held=b"")
+    text, begun = split_begun(data)
+    begun_ids = member.encode(begun) if begun else []
+    ids = [*state.appended, *(member.append_ids(text) if text else [])]
+    if begun_ids is None:
+        return replace(state, appended=ids, held=begun)
+    return replace(state, appended=[*ids, *begun_ids], held=b"")
+
+
+def _own_id(member: ReferenceMember, key: Key) -> int:
+    if key == EOS:
+        return member.control_eos[0]
+    return member.encode(key)[0] if isinstance(key, bytes) else key[1]
+
+
+def _margin(best_two: Sequence[float]) -> float:
+    if len(best_two) < 2 or best_two[1] == 0:
+        return math.inf
+    return math.log(best_two[0]) - math.log(best_two[1])
