@@ -17,7 +17,7 @@ __all__ = [
     "GacConfig",
     "MemberConfig",
     "MemberError",
-    "UniteConfig",
     "UnionVocabulary",
+    "UniteConfig",
     "VocabularyError",
 ]

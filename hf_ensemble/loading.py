@@ -31,9 +31,8 @@ def check_members(items: Sequence[MemberConfig], folder: Path | None, hub: dict[
         path = locate(item, folder)
         name = item.name or item.path
         local = Path(path)
-        if local.is_absolute() or path.startswith("."):
-            if not local.is_dir():
-                raise ConfigurationError(f"member {name!r} cannot be loaded: there is no folder {path!r}.")
+        if (local.is_absolute() or path.startswith(".")) and not local.is_dir():
+            raise ConfigurationError(f"member {name!r} cannot be loaded: there is no folder {path!r}.")
         if local.is_dir() and item.gguf_file is None:
             weights = local / (item.subfolder or "")
             if not any(any(weights.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
@@ -118,9 +117,10 @@ def _load_model(item: MemberConfig, path: str, dtype: Any, device_map: Any, kwar
     if item.gguf_file is None:
         options["use_safetensors"] = True
     try:
-        return AutoModelForCausalLM.from_pretrained(path, **options)  # type: ignore[no-any-return]
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **options)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigurationError(f"member {item.name or item.path!r} cannot be loaded: {error}") from error
+    return model
 
 
 def _load_tokenizer(item: MemberConfig, path: str, given: Any, kwargs: dict[str, Any]) -> PreTrainedTokenizerBase:

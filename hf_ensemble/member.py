@@ -78,7 +78,8 @@ class Member:
     @property
     def device(self) -> torch.device:
         """The device that the member's input ids go to."""
-        device: torch.device = self.model.get_input_embeddings().weight.device
+        weight: Any = self.model.get_input_embeddings().weight
+        device: torch.device = weight.device
         return device
 
     @cached_property
@@ -190,7 +191,9 @@ class Member:
     def _own_eos_token_ids(self) -> list[int]:
         generation_config = getattr(self.model, "generation_config", None)
         sources = (generation_config, self.model.config, self.tokenizer)
-        found = next((i for i in (getattr(source, "eos_token_id", None) for source in sources) if i is not None), [])
+        found: Any = next(
+            (i for i in (getattr(source, "eos_token_id", None) for source in sources) if i is not None), []
+        )
         ids = [int(i) for i in (found if isinstance(found, Iterable) else [found])]
         tokenizer_eos = self.tokenizer.eos_token_id
         if tokenizer_eos is not None and ids and tokenizer_eos not in ids:
@@ -343,12 +346,12 @@ class _RepackedRows:
             layer.keys = layer.keys.gather(2, at.expand(*layer.keys.shape[:2], -1, layer.keys.shape[-1]))
             layer.values = layer.values.gather(2, at.expand(*layer.values.shape[:2], -1, layer.values.shape[-1]))
 
-    def _filled_layers(self) -> list[DynamicLayer]:
-        layers = [layer for layer in self.cache.layers if layer.is_initialized]
+    def _filled_layers(self) -> list[Any]:
+        layers = [layer for layer in self.cache.layers if getattr(layer, "is_initialized", True)]
         if any(type(layer) is not DynamicLayer for layer in layers):
             kinds = sorted({type(layer).__name__ for layer in layers})
             raise MemberError(f"member {self.member.name!r} keeps a cache that cannot be repacked: {kinds}.")
-        return layers  # type: ignore[return-value]
+        return layers
 
     def select(self, rows: Sequence[int]) -> None:
         if list(rows) == list(range(len(self.lengths))):
@@ -421,7 +424,7 @@ class _SeparateRow:
         self.cache: Cache | None = None
         self.length = 0
         self.logits: Tensor | None = None
-        self._snapshots: list[tuple[int, Cache]] = []
+        self._snapshots: list[tuple[int, Cache | None]] = []
 
     def take_snapshot(self) -> None:
         # States change in place, so a snapshot is a copy.

@@ -59,24 +59,18 @@ def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     num_blocks = -(-vocab_size // _BLOCK)
     padded = torch.nn.functional.pad(logits, (0, num_blocks * _BLOCK - vocab_size), value=-torch.inf)
     blocks = padded.view(batch_size, num_blocks, _BLOCK)
-    values, ids = _best_in_blocks(blocks, blocks.amax(-1), k)
-    # `topk` takes any of those tied with the worst taken; the lowest are wanted, so they are searched for once more.
+    best_blocks = blocks.amax(-1).topk(min(k, num_blocks), dim=-1).indices  # (B, num_best)
+    inside = blocks.gather(1, best_blocks[..., None].expand(-1, -1, _BLOCK)).flatten(1)
+    values, position = inside.topk(k, dim=-1)
+    ids = best_blocks.gather(1, position // _BLOCK) * _BLOCK + position % _BLOCK
+    # `topk` takes any of those tied with the worst taken; the lowest are wanted, so they are counted off.
     worst = values[:, -1:]
-    is_tied = blocks == worst[..., None]
-    earlier = torch.arange(num_blocks * _BLOCK, 0, -1, device=logits.device).view(num_blocks, _BLOCK)
-    rank = is_tied * earlier
-    lowest_tied = _best_in_blocks(rank, rank.amax(-1), k)[1]  # (B, k), lowest id first
+    num_tied = (logits == worst).cumsum(-1, dtype=torch.int32)  # (B, V), how many up to each id
+    nth = torch.arange(1, k + 1, device=logits.device, dtype=torch.int32).expand(batch_size, -1)
+    lowest_tied = torch.searchsorted(num_tied, nth.contiguous()).clamp_max(vocab_size - 1)  # (B, k)
     num_better = (values > worst).sum(-1, keepdim=True)
     at = torch.arange(k, device=logits.device) - num_better  # (B, k)
     return values, torch.where(at < 0, ids, lowest_tied.gather(-1, at.clamp_min(0)))
-
-
-def _best_in_blocks(blocks: Tensor, block_best: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best values and their flat positions, given each block's best."""
-    best_blocks = block_best.topk(min(k, block_best.shape[-1]), dim=-1).indices  # (B, num_best)
-    inside = blocks.gather(1, best_blocks[..., None].expand(-1, -1, _BLOCK)).flatten(1)
-    values, position = inside.topk(k, dim=-1)
-    return values, best_blocks.gather(1, position // _BLOCK) * _BLOCK + position % _BLOCK
 
 
 def log_normalizer(logits: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.members = nn.ModuleList([member.model for member in members])
         self._members = list(members)
-        primary = members[0].model
+        primary: Any = members[0].model
         if getattr(primary, "generation_config", None) is not None:
             self.generation_config = copy.deepcopy(primary.generation_config)
         if hasattr(primary, "hf_device_map"):
@@ -211,10 +211,10 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if "torch_dtype" in kwargs:
             dtype = kwargs.pop("torch_dtype")
         source = pretrained_model_name_or_path
-        hub = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
+        hub: dict[str, Any] = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
         folder: Path | None = None
         if isinstance(source, (str, os.PathLike)):
-            located = {key: kwargs.pop(key) for key in ("revision", "subfolder") if key in kwargs}
+            located: dict[str, Any] = {key: kwargs.pop(key) for key in ("revision", "subfolder") if key in kwargs}
             if config is None:
                 config = _read_config(str(source), located | hub)
             if isinstance(config, EnsembleConfig):
@@ -293,11 +293,11 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     # Being a model
 
     @property
-    def primary(self) -> PreTrainedModel:
+    def primary(self) -> Any:
         """The primary model."""
         return self._members[0].model
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -350,7 +350,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         embeddings: nn.Module = self.primary.get_output_embeddings()
         return embeddings
 
-    def to(self, *args: Any, **kwargs: Any) -> "EnsembleForCausalLM":
+    def to(self, *args: Any, **kwargs: Any) -> "EnsembleForCausalLM":  # type: ignore[override]
         """Move or cast every member, as `torch.nn.Module.to`.
 
         Raises:
@@ -371,7 +371,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     # Generating
 
     @torch.no_grad()
-    def generate(  # type: ignore[override]
+    def generate(
         self,
         inputs: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
@@ -432,7 +432,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 normalize_weights(self.config.weights if weights is None else weights, len(self._members)),
             )
             kwargs.pop("token_type_ids", None)
-            settings = self._prepare_generation_config(
+            settings = self._prepare_generation_config(  # type: ignore[misc]
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
             )[0]
             self._refuse_options(settings, kwargs)
@@ -485,7 +485,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 f"`input_ids` has to be a tensor of the primary's ids, but is {type(ids).__name__}. Encode text with "
                 "`ensemble.tokenizer(text, return_tensors='pt')`."
             )
-        if ids.ndim != 2 or ids.is_floating_point() and ids.numel():
+        if ids.ndim != 2 or (ids.is_floating_point() and ids.numel()):
             raise ConfigurationError(
                 f"`input_ids` has to be of shape (batch_size, length) and integer, but is {tuple(ids.shape)}, {ids.dtype}."
             )
@@ -535,8 +535,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         given = kwargs.get("logits_processor")
         call = getattr(given, "call", None)
         if call is None or len(self._members) == 1 or not any(call.weights[1:]):
-            return super()._get_logits_processor(generation_config, **kwargs)
-        stock = super()._get_logits_processor(generation_config, **kwargs)
+            return super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
+        stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         eos_tensor = generation_config._eos_token_tensor
         eos_ids = [] if eos_tensor is None else eos_tensor.tolist()
         is_beam_search = generation_config.num_beams > 1
@@ -566,7 +566,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:  # type: ignore[override]
         call = getattr(kwargs.get("stopping_criteria"), "call", None)
-        criteria = super()._get_stopping_criteria(**kwargs)
+        criteria = super()._get_stopping_criteria(**kwargs)  # type: ignore[misc]
         if call is None or call.fusion is None or kwargs["generation_config"].num_beams > 1:
             return criteria
         return FollowingCriteriaList(criteria, call.fusion)
@@ -582,7 +582,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
 
     # The primary runs in the stock loop, so what the loop asks a model for is asked of the primary.
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         """Prepare the primary's inputs for one step."""
         inputs: dict[str, Any] = self.primary.prepare_inputs_for_generation(input_ids, **kwargs)
         return inputs
@@ -597,8 +597,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return self.primary._update_model_kwargs_for_generation(*args, **kwargs)
 
-    def _supports_default_dynamic_cache(self) -> bool:  # type: ignore[override]
-        return bool(self.primary._supports_default_dynamic_cache())
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        # On transformers 5.17 the name of the cache depends on the model's class.
+        return self.primary._prepare_cache_for_generation(*args, **kwargs)
 
     @property
     def _is_stateful(self) -> bool:  # type: ignore[override]

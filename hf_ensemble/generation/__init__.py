@@ -1,0 +1,1 @@
+"""How an ensemble takes part in the stock `generate`."""

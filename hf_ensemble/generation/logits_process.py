@@ -28,6 +28,7 @@ class FusionProcessor(LogitsProcessor):
         self._is_first = True
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return the scores for the next processor, of shape `(batch_size, width)`."""
         if self._is_beam_search and not self._is_first:
             self._fusion.follow_beams(input_ids)
         self._is_first = False
@@ -50,6 +51,7 @@ class SelectionProcessor(LogitsProcessor):
         self._do_sample = do_sample
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return the scores for the next processor, of shape `(batch_size, width)`."""
         return self._fusion.select(scores, self._do_sample)  # type: ignore[return-value]
 
 

@@ -22,7 +22,8 @@ class FollowingCriteriaList(StoppingCriteriaList):
         self._fusion = fusion
         self._done: Tensor | None = None
 
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
+        """Say which rows have ended, of shape `(batch_size,)`, and let the fusion follow."""
         # Criteria answer for this id only; a row that has ended stays so.
         done: Any = super().__call__(input_ids, scores, **kwargs)
         self._done = done if self._done is None else self._done | done

@@ -42,7 +42,9 @@ class CapturedMix:
             return self._method.mix(logits, weights)
         if self._graph is None and not self._capture(logits, weights):
             return self._method.mix(logits, weights)
-        assert self._graph is not None and self._weights is not None and self._mixed is not None
+        assert self._graph is not None
+        assert self._weights is not None
+        assert self._mixed is not None
         for buffer, member_logits in zip(self._inputs, logits, strict=True):
             if buffer is not None and member_logits is not None:
                 buffer.copy_(member_logits)
@@ -59,7 +61,9 @@ class CapturedMix:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._mixed = self._method.mix(self._inputs, self._weights)
         except RuntimeError as error:
-            warnings.warn(f"the mixing of a step cannot be captured as a CUDA graph ({error}): it runs uncaptured.")
+            warnings.warn(
+                f"the mixing of a step cannot be captured as a CUDA graph ({error}): it runs uncaptured.", stacklevel=2
+            )
             self._num_eager = -(2**62)
             return False
         self._graph = graph

@@ -42,6 +42,7 @@ class Gac(TokenMethod):
             self._read_from.append(None if in_place else ids)
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
+        """Fuse one step; see `TokenMethod.mix`."""
         primary = logits[0]
         assert primary is not None
         batch_size, union_size = primary.shape[0], len(self.union)

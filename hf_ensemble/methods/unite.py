@@ -41,6 +41,7 @@ class Unite(TokenMethod):
         self.top_k = top_k
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
+        """Fuse one step; see `TokenMethod.mix`."""
         primary = logits[0]
         assert primary is not None
         batch_size, union_size = primary.shape[0], len(self.union)

@@ -1,0 +1,1 @@
+"""What tokens write, and all members' vocabularies as one."""

@@ -171,7 +171,8 @@ class ByteEncoder:
     @cached_property
     def _bytes_joined_to_space(self) -> set[int]:
         joined = b"\n".join(self.token_bytes.entries)
-        return {pair[0] for pair in set(re.findall(rb"[^\s] ", joined))}
+        swallowing = {token.content.encode("utf-8", "replace")[-1] for _, token in self._added if token.rstrip}
+        return swallowing | {pair[0] for pair in set(re.findall(rb"[^\s] ", joined))}
 
     @cached_property
     def _missing_bytes(self) -> bytes:
@@ -185,13 +186,17 @@ class ByteEncoder:
         return {char for char in set(text) if not missing.isdisjoint(char.encode("utf-8", "replace"))}
 
     def _replace_missing(self, data: bytes) -> list[int]:
-        tokenizer, real_ids = self._continuation
-        stand_in = [real_ids.get(i, i) for i in tokenizer.encode(_REPLACEMENT, add_special_tokens=False).ids]
-        stand_in = [i for i in stand_in if i < self.token_bytes.num_ids]
+        """Write bytes that are no text here: byte tokens, and what stands for U+FFFD where there is none."""
         byte_ids = self._byte_ids
-        if byte_ids.keys().isdisjoint(data):
-            return self._encode_view(self._continuation, data.decode("utf-8", "replace"))
-        return [i for b in data for i in ([byte_ids[b]] if b in byte_ids else stand_in)]
+        if not any(b in byte_ids for b in range(0x80, 0x100)):
+            # No byte tokens at all: as Python decodes it.
+            return self._stand_in(len(data.decode("utf-8", "replace")))
+        return [i for b in data for i in ([byte_ids[b]] if b in byte_ids else self._stand_in(1))]
+
+    def _stand_in(self, count: int) -> list[int]:
+        tokenizer, real_ids = self._continuation
+        ids = tokenizer.encode(_REPLACEMENT * count, add_special_tokens=False).ids
+        return [real_ids.get(i, i) for i in ids if real_ids.get(i, i) < self.token_bytes.num_ids]
 
     def _encode_text(self, text: str) -> list[int] | None:
         data = text.encode("utf-8")
@@ -226,7 +231,7 @@ class ByteEncoder:
         num_holes = max(0, num_ids - self._backend.get_vocab_size(with_added_tokens=True))
         view.add_tokens([f"\U0010fffe{n}\U0010ffff" for n in range(num_holes)])
         view.add_tokens([token for _, token in self._added])
-        real_ids = {view.token_to_id(token.content): i for i, token in self._added}
+        real_ids: dict[Any, int] = {view.token_to_id(token.content): i for i, token in self._added}
         return view, {new: old for new, old in real_ids.items() if new != old}
 
     def _with_start_space(self, text: str) -> str:
@@ -337,7 +342,7 @@ def _text_or_none(data: bytes) -> str | None:
 
 
 def _is_space_sign(part: dict[str, Any]) -> bool:
-    return part["type"] == "Replace" and part["pattern"].get("String") == " "
+    return bool(part["type"] == "Replace" and part["pattern"].get("String") == " ")
 
 
 def _without_prefix_space(part: dict[str, Any]) -> dict[str, Any]:

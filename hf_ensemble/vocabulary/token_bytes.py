@@ -1,5 +1,6 @@
 """What every id of a tokenizer writes, as bytes."""
 
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -63,8 +64,8 @@ class TokenBytes:
             if stored is not None:
                 self.kinds = stored["kinds"]
                 bounds = stored["bounds"].tolist()
-                blob = stored["blob"].tobytes()
-                self.entries = [blob[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+                joined = stored["blob"].tobytes()
+                self.entries = [joined[a:b] for a, b in itertools.pairwise(bounds)]
                 self.num_ids = len(self.kinds)
                 self.num_rowless = int(stored["num_rowless"][0])
                 return
@@ -74,8 +75,12 @@ class TokenBytes:
         self.num_rowless = sum(1 for i in vocab.values() if i >= self.num_ids)
         entries: list[bytes] = [b""] * self.num_ids
         for token, i in vocab.items():
+            if i < self.num_ids and i not in control and i not in added:
+                entries[i] = self.writer.piece(token)
+        # A vocabulary with holes can have a piece under the id of an added token: the decoder writes the added one.
+        for i, added_token in added.items():
             if i < self.num_ids and i not in control:
-                entries[i] = self.writer.added(token) if i in added else self.writer.piece(token)
+                entries[i] = self.writer.added(added_token.content)
         self.kinds = np.zeros(self.num_ids, dtype=np.uint8)
         self.kinds[[i for i, entry in enumerate(entries) if entry]] = TEXT
         self.kinds[[i for i in control if i < self.num_ids]] = CONTROL
@@ -223,7 +228,7 @@ def _gpt2_alphabet() -> dict[int, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     # Every other code point below U+0100 must not pass for a byte, so it is sent outside of latin-1.
-    table = {b: 0xFFFF for b in others}
+    table = dict.fromkeys(others, 65535)
     table.update({b: b for b in printable})
     table.update({0x100 + n: b for n, b in enumerate(others)})
     return table
