@@ -150,6 +150,11 @@ class Member:
         """
         with torch.no_grad():
             expected = self._probe_logits("recompute")
+            if not bool(expected.isfinite().all()):
+                raise MemberError(
+                    f"member {self.name!r} gave NaN or infinite logits before step 1, on ten ids that were tried (its "
+                    f"dtype is {self.model.dtype}). Load it in bfloat16 or float32."
+                )
             # Rounding moves the logits of half precision by some hundredths of their spread; a wrong cache by its whole.
             tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.1
             for mode in ("repack", "row_chunks", "row_tokens"):
@@ -252,6 +257,7 @@ class MemberState(Generic[C]):
         else:
             self._rows = _SeparateRows(member, len(self.contexts), mode)
         self._logits: Tensor | None = None
+        self._lengths: list[int] = []
 
     def logits(self, num_last: int = 1) -> Tensor:
         """Bring every row to its context and return the logits after its last ids.
@@ -266,10 +272,12 @@ class MemberState(Generic[C]):
             Logits of shape `(num_rows, vocab_size)`, or `(num_rows, num_last, vocab_size)` if `num_last` is above 1,
             on the member's device.
         """
-        unchanged = all(context.num_kept == len(context.ids) for context in self.contexts)
+        lengths = [len(context.ids) for context in self.contexts]
+        unchanged = lengths == self._lengths == [context.num_kept for context in self.contexts]
         if self._logits is None or self._logits.shape[1] < num_last or not unchanged:
             self._logits = self._rows.forward(self.contexts, num_last)
             self.num_forwards += self._rows.forwards_of_last_call
+            self._lengths = lengths
             for context in self.contexts:
                 context.num_kept = len(context.ids)
         logits = self._logits[:, -num_last:]
@@ -279,6 +287,7 @@ class MemberState(Generic[C]):
         """Keep, repeat or drop rows: row n continues from what was row `rows[n]`, and now follows `contexts[n]`."""
         self._rows.select(rows)
         self.contexts = list(contexts)
+        self._lengths = [self._lengths[row] for row in rows] if self._lengths else []
         if self._logits is not None:
             self._logits = self._logits[torch.tensor(list(rows), device=self._logits.device, dtype=torch.long)]
 

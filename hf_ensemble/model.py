@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from .config import EnsembleConfig, MemberConfig, MethodConfig, method_config, normalize_weights
-from .errors import ConfigurationError
+from .errors import ConfigurationError, MemberError
 from .generation.logits_process import FusionProcessor, SelectionProcessor
 from .generation.stopping_criteria import FollowingCriteriaList
 from .generation.token_fusion import TokenFusion
@@ -338,7 +338,10 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         )
         if member.accepts("output_router_logits"):
             kwargs["output_router_logits"] = False
-        return self.primary(**kwargs)
+        try:
+            return self.primary(**kwargs)
+        except Exception as error:
+            raise MemberError(f"member {member.name!r} failed in its forward pass: {error}") from error
 
     def get_input_embeddings(self) -> nn.Module:
         """The primary's input embeddings."""
@@ -423,6 +426,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 "negative_prompt_attention_mask": negative_prompt_attention_mask,
                 "custom_generate": custom_generate,
                 "inputs_embeds": kwargs.get("inputs_embeds"),
+                "labels": kwargs.get("labels"),
             }
             for name, value in refused.items():
                 if value is not None:

@@ -98,11 +98,13 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         self._pad = pad_token_id if pad_token_id is not None else next((i for i in found if i is not None), None)
         self._fusion: TokenFusion | None = None
 
+    @torch.no_grad()
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Turn the primary's logits (or log-probabilities) into fused ones, of the same shape."""
         if self._fusion is None or not self._fusion.follow_beams(input_ids):
             self._fusion = self._start(input_ids, scores)
-        fused = self._fusion.fuse(scores)
+        # Whether these are logits or log-probabilities (as in beam search) shows in their own normalizer only.
+        fused = self._fusion.fuse(scores, normalize=False) + scores.float().logsumexp(-1, keepdim=True)
         self._fusion.check_finite()
         return fused.masked_fill(scores == -torch.inf, -torch.inf)  # type: ignore[return-value]
 

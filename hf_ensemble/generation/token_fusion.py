@@ -59,6 +59,7 @@ class TokenFusion:
         self._width = members[0].vocab_size
         self._input_ids = prompt_ids
         self._live = list(range(prompt_ids.shape[0]))
+        self._place_of = {row: row for row in self._live}
         self._queues: list[deque[int]] = [deque() for _ in self._live]
         self._written: list[list[int]] = [[] for _ in self._live]
         self._entries = [b""] * len(self._live)
@@ -69,9 +70,9 @@ class TokenFusion:
         prompts = self._prompt_bytes(prompt_ids, prompt_mask)
         self._lengths = [length for _, length in prompts]
         # Rows of one prompt (beams, returned sequences) share its forward pass: see `_expand_prompts`.
-        distinct = list(dict.fromkeys(prompt for prompt, _ in prompts))
-        self._prompt_of_row: list[int] | None = [distinct.index(prompt) for prompt, _ in prompts]
-        self.states: dict[int, MemberState[MemberContext]] = {}
+        distinct = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in prompts))}
+        self._prompt_of_row: list[int] | None = [distinct[prompt] for prompt, _ in prompts]
+        contexts_of: dict[int, list[MemberContext]] = {}
         for index, member in enumerate(members):
             if index > 0 and weights[index] > 0:
                 contexts = [MemberContext(member.encoder, method.resync, prompt) for prompt in distinct]
@@ -80,13 +81,15 @@ class TokenFusion:
                         f"member {member.name!r} has nothing to start from: a prompt is empty, and its tokenizer has "
                         "neither a BOS nor an EOS token. Give a prompt that is not empty."
                     )
-                self.states[index] = MemberState(member, contexts)
-        for member, longest in self._lengths_by_member():
-            if member.max_positions is not None and longest > member.max_positions:
+                contexts_of[index] = contexts
+        for index, member in enumerate(members):
+            lengths = [len(context.ids) for context in contexts_of.get(index, [])] if index else self._lengths
+            if member.max_positions is not None and max(lengths, default=0) > member.max_positions:
                 raise ConfigurationError(
                     f"member {member.name!r} has positions for {member.max_positions} ids, but the prompt takes "
-                    f"{longest} of its ids. Shorten the prompt."
+                    f"{max(lengths)} of its ids. Shorten the prompt."
                 )
+        self.states = {index: MemberState(members[index], contexts) for index, contexts in contexts_of.items()}
 
     # Fusing
 
@@ -299,15 +302,17 @@ class TokenFusion:
         self._write_bytes(row, self._primary_bytes.write([primary_id]))
 
     def _write_bytes(self, row: int, data: bytes) -> None:
-        place = self._live.index(row)
+        place = self._place_of[row]
         for state in self.states.values():
             state.contexts[place].write(data)
 
     def _drop(self, rows: Sequence[int]) -> None:
         if not rows:
             return
-        kept = [place for place, row in enumerate(self._live) if row not in rows]
+        dropped = set(rows)
+        kept = [place for place, row in enumerate(self._live) if row not in dropped]
         self._live = [self._live[place] for place in kept]
+        self._place_of = {row: place for place, row in enumerate(self._live)}
         for state in self.states.values():
             state.select(kept, [state.contexts[place] for place in kept])
 

@@ -12,6 +12,7 @@ import numpy as np
 from huggingface_hub import constants
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import VocabularyError
@@ -84,7 +85,12 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         components = (backend.normalizer, backend.pre_tokenizer, backend.decoder, backend.post_processor)
         added = {i: token.__getstate__() for i, token in backend.get_added_tokens_decoder().items()}
         sample = [backend.id_to_token(i) for i in range(0, size, _PROBE_STEP)]
-        probe = backend.encode_batch_fast([_PROBE_TEXT], add_special_tokens=False)[0].ids
+        view = Tokenizer(backend.model)  # without the user's padding and truncation
+        if backend.normalizer is not None:
+            view.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            view.pre_tokenizer = backend.pre_tokenizer
+        probe = view.encode(_PROBE_TEXT, add_special_tokens=False).ids
         state = [
             type(backend.model).__name__,
             size,
@@ -95,11 +101,10 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         ]
         digest.update(json.dumps(state, default=str).encode())
     else:
-        description = backend.to_str()
-        if backend.padding is not None or backend.truncation is not None:
-            # Left behind by the user's last call; no part of what the tokenizer is.
-            description = json.dumps({**json.loads(description), "padding": None, "truncation": None})
-        digest.update(description.encode())
+        # Padding and truncation stand in front: left behind by the user's last call, no part of what the tokenizer is.
+        head, mark, rest = backend.to_str().partition('"added_tokens":')
+        state = json.loads(f"{head}{mark}null}}") | {"padding": None, "truncation": None}
+        digest.update(json.dumps(state).encode() + rest.encode())
     digest.update(json.dumps([tokenizer.all_special_ids, tokenizer.unk_token_id]).encode())
     return digest.hexdigest()
 

@@ -1,0 +1,33 @@
+"""The contracts, for GaC and UniTE on unlike architectures and tokenizers."""
+
+import pytest
+
+from tests import contracts
+
+each_method = pytest.mark.parametrize("method", contracts.METHODS)
+
+
+@each_method
+@pytest.mark.parametrize("recipe", contracts.RECIPES, ids=str)
+@pytest.mark.parametrize("contract", contracts.EVERYWHERE, ids=lambda contract: contract.__name__)
+def test_contract_about_caches_and_positions_holds(contract, recipe, method):
+    contract(recipe.ensemble, method)
+
+
+@each_method
+@pytest.mark.parametrize("recipe", contracts.CORE_RECIPES, ids=str)
+@pytest.mark.parametrize("contract", contracts.CORE, ids=lambda contract: contract.__name__)
+def test_contract_about_distributions_and_the_call_holds(contract, recipe, method):
+    contract(recipe.ensemble, method)
+
+
+@pytest.mark.parametrize("recipe", contracts.RECIPES, ids=str)
+def test_under_gac_all_weight_on_an_assistant_is_its_text(recipe):
+    contracts.all_weight_on_an_assistant_is_its_text(recipe.ensemble, "gac")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "method"), [(contracts.CORE_RECIPES[0], "unite"), (contracts.CORE_RECIPES[2], "gac")], ids=str
+)
+def test_a_saved_and_loaded_ensemble_is_the_same(recipe, method, tmp_path):
+    contracts.saved_and_loaded_is_the_same(recipe.ensemble, method, tmp_path)
