@@ -1,0 +1,152 @@
+"""Compare the two real models, as an ensemble, with the plain reference: texts, and distributions along a long text.
+
+Every case is a method, a primary and a prompt; the reference runs every model anew at every step, so a case takes
+minutes. Finished cases are kept in a file, one JSON line each, and are not run again.
+
+    python tests/real/compare_reference.py --state compare.jsonl [--tokens 48] [--only gac SmolLM2 english]
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import LogitsProcessor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from demo_models import demo_model_paths  # noqa: E402
+
+from hf_ensemble import EnsembleForCausalLM  # noqa: E402
+from tests.reference import Reference, ReferenceMember  # noqa: E402
+
+PROMPTS = {
+    "english": "The capital of France is",
+    "german": "Die Hauptstadt von Österreich heißt",
+    "chinese": "今天天气很好，",
+    "thai": "ประเทศไทยมีเมืองหลวงชื่อ",
+    "code": "def add(a, b):\n    return",
+    "emoji": "I love pizza 🍕 and",
+    "trailing_space": "The answer is ",
+    "newlines_and_tabs": "Name:\tAnna\n\nAge:\t31\n\n",
+}
+LONG_TEXT = (
+    "The history of the city begins with a small settlement at the river. Over the centuries it grew, traded with its "
+    "neighbours, burned down twice and was built again, each time with wider streets.\n\n"
+    "Im Jahr 1874 kam die erste Eisenbahn; mit ihr kamen Fabriken, Arbeiterviertel und zwei Zeitungen (eine gibt es "
+    "noch). 你好，世界！今天天气很好。 สวัสดีครับ\n\n\tdef main(argv):\n\t\treturn [int(x) for x in argv[1:]]  # done 🎉\n\n"
+) * 4
+NUM_LONG_TOKENS = 620
+LONG_POSITIONS = range(0, NUM_LONG_TOKENS, 31)
+TIE = 1e-4
+"""Where the two best differ by less in log-probability, either may be chosen."""
+
+
+class Replay(LogitsProcessor):
+    """Writes a given text, whatever the scores."""
+
+    def __init__(self, ids: list[int], prompt_length: int):
+        self.ids, self.prompt_length = ids, prompt_length
+
+    def __call__(self, input_ids, scores):
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.ids[input_ids.shape[1] - self.prompt_length]] = 0.0
+        return forced
+
+
+@functools.cache
+def _loaded() -> tuple[list, list, list]:
+    paths = demo_model_paths()
+    ensemble = EnsembleForCausalLM.from_pretrained(paths, dtype="float32")
+    models, tokenizers = list(ensemble.members), list(ensemble.tokenizers)
+    members = [
+        ReferenceMember(model, tokenizer, name=path.name)
+        for model, tokenizer, path in zip(models, tokenizers, paths, strict=True)
+    ]
+    return models, tokenizers, members
+
+
+class Pair:
+    """The two models, the one at place `primary` first, as an ensemble and as a reference."""
+
+    def __init__(self, primary: int):
+        # In both orders of the same loaded models, since describing a large vocabulary to the reference takes long.
+        models, tokenizers, members = (items[:: -1 if primary else 1] for items in _loaded())
+        self.ensemble = EnsembleForCausalLM.from_members(models, tokenizers)
+        self.references = {name: Reference(members, method=name) for name in ("gac", "unite")}
+
+    def compare_text(self, method: str, prompt: str, num_tokens: int) -> dict:
+        """Both greedy texts, up to the first decision that is as good as tied."""
+        inputs = self.ensemble.tokenizer(prompt, return_tensors="pt")
+        prompt_ids = inputs.input_ids[0].tolist()
+        output = self.ensemble.generate(**inputs, max_new_tokens=num_tokens, do_sample=False, method=method)
+        found = output[0, len(prompt_ids) :].tolist()
+        expected, margins = self.references[method].greedy(prompt_ids, num_tokens)
+        same = next((n for n, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(expected))
+        is_equal = found[: len(expected)] == expected
+        return {"equal": is_equal, "tokens": same, "of": len(expected), "least margin": min(margins)}
+
+    def compare_long(self, method: str) -> dict:
+        """The largest difference in probability at positions along a text that is written whatever the scores."""
+        tokenizer = self.ensemble.tokenizer
+        prompt = tokenizer(LONG_TEXT[:60], return_tensors="pt")
+        ids = tokenizer(LONG_TEXT[60:], add_special_tokens=False).input_ids[:NUM_LONG_TOKENS]
+        output = self.ensemble.generate(
+            **prompt, max_new_tokens=len(ids), do_sample=False, method=method, return_dict_in_generate=True,
+            output_logits=True, logits_processor=[Replay(ids, prompt.input_ids.shape[1])], eos_token_id=[],
+        )  # fmt: skip
+        prompt_ids = prompt.input_ids[0].tolist()
+        positions = [position for position in LONG_POSITIONS if position < len(ids)]
+        expected = self.references[method].distributions_along(prompt_ids, ids, positions)
+        largest = 0.0
+        for position in positions:
+            found = output.logits[position][0].exp()
+            columns = expected[position]
+            dense = torch.zeros_like(found)
+            dense[list(columns)] = torch.tensor(list(columns.values()), dtype=found.dtype)
+            largest = max(largest, (found - dense).abs().max().item())
+        return {"equal": largest < 1e-4, "tokens": len(ids), "of": len(ids), "largest difference": largest}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--state", type=Path, required=True, help="file of finished cases")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name holds all of these")
+    args = parser.parse_args()
+    names = [path.name for path in demo_model_paths()]
+    done = {}
+    if args.state.exists():
+        done = {case["case"]: case for case in map(json.loads, args.state.read_text("utf-8").splitlines())}
+    pairs: dict[int, Pair] = {}
+    cases = list(itertools.product((0, 1), ("unite", "gac"), (*PROMPTS, "long")))
+    for primary, method, prompt in tqdm(cases, unit="case"):
+        case = f"{method}, {names[primary]} first, {prompt}, {NUM_LONG_TOKENS if prompt == 'long' else args.tokens}"
+        if case in done or not all(word in case for word in args.only):
+            continue
+        if primary not in pairs:
+            pairs[primary] = Pair(primary)
+        start = time.perf_counter()
+        if prompt == "long":
+            result = pairs[primary].compare_long(method)
+        else:
+            result = pairs[primary].compare_text(method, PROMPTS[prompt], args.tokens)
+        done[case] = {"case": case, **result, "seconds": round(time.perf_counter() - start)}
+        with args.state.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(done[case]) + "\n")
+    print("\n| case | equal | tokens | least margin or largest difference | s |\n|---|---|---|---|---|")
+    for case in done.values():
+        figure = case.get("least margin", case.get("largest difference"))
+        print(
+            f"| {case['case']} | {case['equal']} | {case['tokens']} of {case['of']} | {figure:.2g} | {case['seconds']} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
