@@ -1,6 +1,7 @@
 """Several causal language models, each with its own tokenizer, as one Hugging Face model."""
 
 import copy
+import dataclasses
 import os
 import warnings
 from collections.abc import Sequence
@@ -44,6 +45,9 @@ _WARPERS = {
     "LogitNormalization",
 }
 """Processors that act alike on any column, so that a decision over the union vocabulary may pass through them."""
+
+_MAX_METHODS = 8
+"""Methods kept ready, each with its index maps on the device; a call with other options or EOS ids makes another."""
 
 _REFUSED_OPTIONS = {
     "guidance_scale": "it would run the primary alone a second time",
@@ -156,7 +160,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 f"`member_configs` must have one entry per member: got {len(member_configs)} for {len(models)} members."
             )
         config = EnsembleConfig(
-            members=[copy.replace(item) if hasattr(copy, "replace") else copy.copy(item) for item in member_configs],
+            members=[dataclasses.replace(item) for item in member_configs],
             method=method_config(method),
             weights=None if weights is None else normalize_weights(weights, len(models)),
             primary_config=copy.deepcopy(models[0].config),
@@ -232,6 +236,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             items = [item if isinstance(item, MemberConfig) else MemberConfig(path=os.fspath(item)) for item in source]
         if not items:
             raise ConfigurationError("an ensemble needs at least one member: got an empty list.")
+        items = [dataclasses.replace(item) for item in items]
         method = method_config("unite" if method is None else method)
         if weights is not None:
             weights = normalize_weights(weights, len(items))
@@ -579,6 +584,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         device = self._members[0].model.get_output_embeddings().weight.device
         key = (config, tuple(eos_ids), device)
         if key not in self._methods:
+            if len(self._methods) >= _MAX_METHODS:
+                self._methods.clear()
             self._methods[key] = build_method(
                 config, self.union_vocabulary, eos_ids_of(self._members, eos_ids), device
             )
