@@ -93,7 +93,9 @@ def test_ids_that_are_ruled_out_merge_to_what_is_left():
 def test_an_entry_far_below_another_keeps_its_logit():
     groups = {0: [1], 2: [3]}
     logits = torch.tensor([[150.0, 149.0, -150.0, -151.0]])
-    torch.testing.assert_close(merge_duplicates(logits, duplicates_of(groups)), merged_by_hand(logits.tolist(), groups))
+    torch.testing.assert_close(
+        merge_duplicates(logits, duplicates_of(groups)), merged_by_hand(logits.tolist(), groups)
+    )
 
 
 def test_rows_are_merged_alone():

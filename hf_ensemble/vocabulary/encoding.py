@@ -95,13 +95,13 @@ class ByteEncoder:
     def encode_batch(self, batch: Sequence[bytes]) -> list[list[int] | None]:
         """Encode many byte strings as `encode` does; the common case runs in the tokenizer's threads."""
         results: list[list[int] | None] = [None] * len(batch)
-        id_of = self.id_of
+        id_of, entry = self.id_of, self.token_bytes.entries.__getitem__
         texts = [None if data in id_of else _text_or_none(data) for data in batch]
         todo = [n for n, text in enumerate(texts) if text is not None]
         for n, ids in zip(
             todo, self._encode_view_batch(self._continuation, [texts[n] or "" for n in todo]), strict=True
         ):
-            if self.token_bytes.write(ids) == batch[n] and self._control.isdisjoint(ids):
+            if b"".join(map(entry, ids)) == batch[n] and self._control.isdisjoint(ids):
                 results[n] = ids
         return [self.encode(data) if ids is None else ids for data, ids in zip(batch, results, strict=True)]
 

@@ -1,9 +1,9 @@
 import pytest
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def cache_folder(tmp_path, monkeypatch):
-    """Every test stores its maps in a folder of its own."""
+    """A folder of maps for one test alone; it does not exist yet."""
     folder = tmp_path / "maps"
     monkeypatch.setenv("HF_ENSEMBLE_CACHE", str(folder))
     return folder

@@ -29,7 +29,7 @@ NO_BYTES = ("sentencepiece_no_bytes", "unigram_no_bytes", "wordpiece")
 def retokenized(encoder: ByteEncoder, whole: bytes) -> list[int] | None:
     """The context after all of these bytes, encoded from scratch; None if the member sits out."""
     text, begun = split_begun_character(whole)
-    begun_ids = encoder.encode(begun)
+    begun_ids = encoder.byte_tokens(begun)
     if begun_ids is None:
         return None
     start = encoder.prefix_ids if whole else encoder.start_ids
@@ -44,7 +44,7 @@ def shared_length(a: list[int], b: list[int]) -> int:
 
 
 @pytest.mark.parametrize("name", ALL_BYTES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_append_grows_by_the_encoding_of_every_step(name, seed):
     encoder = family_encoder(name)
     context = MemberContext(encoder, "append", b"the cat")
@@ -120,7 +120,14 @@ def test_a_byte_that_cannot_be_written_is_a_replacement_character_when_appended(
         context.write(piece)
         assert not context.sits_out
     stand_in = encoder.encode("\ufffd".encode())
-    assert context.ids == [*expected, *stand_in, *encoder.encode(b" cat"), *stand_in, *stand_in, *encoder.encode(b" is")]
+    assert context.ids == [
+        *expected,
+        *stand_in,
+        *encoder.encode(b" cat"),
+        *stand_in,
+        *stand_in,
+        *encoder.encode(b" is"),
+    ]
 
 
 def test_a_lossy_member_appends_the_exact_text():
@@ -157,7 +164,7 @@ def test_retokenized_contexts_are_those_encoded_from_scratch(name, seed):
     prompt = ("", "the cat", "你好 the")[seed].encode()
     context = MemberContext(encoder, "retokenize", prompt)
     written = prompt
-    for piece in byte_pieces(long_text(seed, 40).encode(), seed):
+    for piece in byte_pieces(long_text(seed, 25).encode(), seed):
         context.write(piece)
         written += piece
         expected = retokenized(encoder, written) if prompt else None
@@ -169,7 +176,7 @@ def test_retokenized_contexts_are_those_encoded_from_scratch(name, seed):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @quick
-@given(prompt=data, pieces=st.lists(data, max_size=5))
+@given(prompt=data, pieces=st.lists(data, max_size=4))
 def test_any_bytes_are_retokenized_as_from_scratch(name, prompt, pieces):
     encoder = family_encoder(name)
     context = MemberContext(encoder, "retokenize", prompt)
@@ -273,8 +280,11 @@ def test_bytes_that_never_become_characters_are_replacement_characters_where_the
         prompt = list(context.ids)
         for byte in dead:
             context.write(bytes([byte]))
-        text = codecs.getincrementaldecoder("utf-8")("replace").decode(dead)
-        assert context.ids[len(prompt) :] == encoder.encode_context(text)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        steps = [decoder.decode(bytes([byte])) for byte in dead]
+        if resync == "retokenize":
+            steps = ["".join(steps)]
+        assert context.ids[len(prompt) :] == [i for text in steps for i in encoder.encode_context(text)]
         assert not context.sits_out
 
 
@@ -394,7 +404,7 @@ def test_a_copy_goes_its_own_way(name, resync):
 
 @pytest.mark.parametrize("resync", ["append", "retokenize"])
 @quick
-@given(prompt=data, pieces=st.lists(data, max_size=5))
+@given(prompt=data, pieces=st.lists(data, max_size=4))
 def test_no_bytes_break_a_context(resync, prompt, pieces):
     for name in ("byte_level_missing_bytes", "sentencepiece_no_bytes", "unigram_nfkc", "wordpiece"):
         encoder = family_encoder(name)
@@ -410,7 +420,9 @@ def test_a_long_text_costs_the_same_at_every_step(name, monkeypatch):
     context = MemberContext(encoder, "retokenize", b"the cat")
     sizes = []
     encode = encoder.encode_context
-    monkeypatch.setattr(encoder, "encode_context", lambda text, start=False: sizes.append(len(text)) or encode(text, start))
+    monkeypatch.setattr(
+        encoder, "encode_context", lambda text, start=False: sizes.append(len(text)) or encode(text, start)
+    )
     for word in " ".join(tiny.ENGLISH * 5).split(" "):
         context.write(f" {word}".encode())
     assert max(sizes) < 60

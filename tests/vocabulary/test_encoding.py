@@ -106,7 +106,7 @@ def test_ids_write_exactly_the_bytes_or_there_are_none(name, data):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @quick
-@given(batch=st.lists(data, max_size=6))
+@given(batch=st.lists(data, max_size=4))
 def test_a_batch_is_encoded_as_each_of_it_alone(name, batch):
     encoder = family_encoder(name)
     assert encoder.encode_batch(batch) == [encoder.encode(one) for one in batch]
@@ -136,7 +136,7 @@ def test_no_space_is_inserted_in_front_of_a_continuation(name):
     tokenizer, encoder = family(name), family_encoder(name)
     assert tokenizer("the", add_special_tokens=False)["input_ids"] == ids_of(tokenizer, "▁the")
     assert encoder.encode(b" the") == ids_of(tokenizer, "▁the")
-    assert not spelling(encoder, encoder.encode(b"the cat")) == spelling(encoder, encoder.encode(b" the cat"))
+    assert spelling(encoder, encoder.encode(b"the cat")) != spelling(encoder, encoder.encode(b" the cat"))
     for text in tiny.TEXTS:
         own = tokenizer(text, add_special_tokens=False)["input_ids"]
         if encoder.token_bytes.write_from_start(own) == text.encode():
@@ -159,14 +159,30 @@ def test_incomplete_characters_are_one_byte_token_a_byte():
     assert encoder.encode(b"\xbd the\xff") == ids_of(tokenizer, "<0xBD>", "▁the", "<0xFF>")
     byte_level = tiny.byte_level_bpe()
     by_byte = tiny.byte_alphabet()
-    assert encoder_of(byte_level).encode("🦆".encode()[:3]) == ids_of(byte_level, *(by_byte[b] for b in "🦆".encode()[:3]))
+    assert encoder_of(byte_level).encode("🦆".encode()[:3]) == ids_of(
+        byte_level, *(by_byte[b] for b in "🦆".encode()[:3])
+    )
 
 
-def test_a_fragment_that_is_an_entry_is_one_id():
+def test_a_fragment_that_is_an_entry_is_one_id_but_two_byte_tokens():
     tokenizer = tiny.byte_level_bpe(texts=tiny.THAI)
     encoder = encoder_of(tokenizer)
     thai = b"\xe0\xb8"
     assert encoder.encode(thai) == [encoder.token_bytes.entries.index(thai)]
+    assert encoder.byte_tokens(thai) == ids_of(tokenizer, *(tiny.byte_alphabet()[b] for b in thai))
+
+
+def test_a_byte_token_is_the_canonical_id_of_the_byte():
+    tokenizer = tiny.gemma_like()
+    encoder = encoder_of(tokenizer)
+    assert encoder.byte_tokens(b"\na\xe4") == ids_of(tokenizer, "\n", "a", "<0xE4>")
+    assert encoder.byte_tokens(b"") == []
+
+
+def test_there_are_byte_tokens_for_all_of_the_bytes_or_none():
+    assert family_encoder("byte_level_missing_bytes").byte_tokens(b"a\x04") is None
+    assert family_encoder("sentencepiece_no_bytes").byte_tokens(b"a\xe4") is None
+    assert family_encoder("sentencepiece_no_bytes").byte_tokens(b"a") is not None
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -214,7 +230,9 @@ def test_text_that_spells_a_control_token_is_never_read_as_one(name, start):
     for surface in surfaces(name):
         for text in (surface, f"a{surface}b", f"the {surface} is", surface * 2, f"{surface[:-1]}{surface}"):
             ids = encoder.encode_context(text, start)
-            assert control_of(encoder).isdisjoint(ids) or {unknown} == set(spelling(encoder, ids)) & set(surfaces(name))
+            assert control_of(encoder).isdisjoint(ids) or {unknown} == set(spelling(encoder, ids)) & set(
+                surfaces(name)
+            )
 
 
 @pytest.mark.parametrize("name", [name for name in ALL_BYTES if "byte_level" not in name])
@@ -389,6 +407,20 @@ def test_characters_without_a_token_are_unknown_in_a_context(name):
     assert tokenizer.unk_token_id in encoder.encode_context_bytes("the 🦆 is".encode())
 
 
+def test_without_byte_tokens_bytes_that_are_no_text_are_as_python_decodes_them():
+    encoder = family_encoder("sentencepiece_no_bytes")
+    for lost in (b"\xff", b"a\x80\x80b", b"the \xe4\xbd is", b"\xf0\x9f\xe4x"):
+        assert encoder.encode_context_bytes(lost) == encoder.encode_context(lost.decode("utf-8", "replace"))
+
+
+def test_characters_without_a_row_and_without_byte_tokens_are_replacement_characters():
+    whole = family_encoder("sentencepiece_no_bytes")
+    (last,) = whole.encode(b"z")
+    encoder = encoder_of(family("sentencepiece_no_bytes"), num_ids=last)
+    assert encoder.encode(b"z") is None
+    assert encoder.encode_context("z") == encoder.encode_context("\ufffd")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @quick
 @given(data=data)
@@ -416,10 +448,9 @@ def test_text_that_wordpiece_would_change_is_written_exactly_or_not_at_all():
     encoder = encoder_of(tiny.wordpiece())
     assert encoder.encode(b" The") is None
     assert encoder.encode(b" the\n") is None
-    for text in (b" isn't", b"the", b" the,", b" x != y , z ."):
-        ids = encoder.encode(text)
-        assert ids is None or encoder.token_bytes.write(ids) == text
-    assert encoder.encode(b" the,") is not None
+    assert encoder.encode(b" the,") is None  # the tokenizer's ids write " the ,"
+    ids = encoder.encode(b" the , cat .")
+    assert encoder.token_bytes.write(ids) == b" the , cat ."
 
 
 # Rows and ids
@@ -429,11 +460,16 @@ def shortened(name, num_ids):
     return encoder_of(family(name), num_ids=num_ids)
 
 
-@pytest.mark.parametrize("name", ["byte_level", "byte_level_nfkc", "sentencepiece", "sentencepiece_llama2", "unigram"])
-@pytest.mark.parametrize("share", [0.99, 0.9, 0.75])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        *(("byte_level", 0.99), ("byte_level", 0.75), ("byte_level_nfkc", 0.9), ("sentencepiece", 0.75)),
+        *(("sentencepiece_llama2", 0.9), ("unigram", 0.99), ("unigram", 0.75)),
+    ],
+)
 def test_a_token_without_a_row_is_spelled_out(name, share):
     whole = family_encoder(name)
-    num_ids = max(int(whole.token_bytes.num_ids * share), max(whole.token_bytes.byte_ids.values()) + 1)
+    num_ids = max(int(whole.token_bytes.num_ids * share), max(whole.byte_tokens(bytes(range(256)))) + 1)
     encoder = shortened(name, num_ids)
     assert encoder.token_bytes.num_rowless > 0
     for text in (*tiny.TEXTS, *HARD, long_text(5)):
@@ -471,6 +507,18 @@ def test_added_tokens_keep_their_ids_beside_holes():
     encoder = encoder_of(tokenizer)
     for text in ("a<x>b<y>", "the cat is"):
         assert encoder.encode(text.encode()) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_piece_under_the_id_of_an_added_token_is_never_written():
+    # Added tokens are numbered from the count of the others, so beside holes they can take the id of a piece.
+    tokenizer = tiny.byte_level_bpe(holes=[5, 300], added=["<x>", "<y>"])
+    encoder = encoder_of(tokenizer)
+    (double,) = ids_of(tokenizer, "<y>")
+    piece = next(p for p, i in tokenizer.get_vocab().items() if i == double and p != "<y>")
+    assert encoder.token_bytes.entries[double] == b"<y>"
+    data = encoder.token_bytes.writer.piece(piece)
+    assert data not in encoder.id_of
+    assert encoder.token_bytes.write(encoder.encode(data)) == data
 
 
 def test_added_tokens_keep_their_ids_where_control_tokens_end_a_vocabulary_with_holes():

@@ -64,7 +64,14 @@ def test_fragments_of_characters_keep_their_own_bytes():
 
 def test_a_sentencepiece_token_writes_spaces_for_the_space_sign_and_a_byte_for_a_byte_token():
     tokenizer = tiny.gemma_like()
-    assert written(tokenizer, "▁of", "▁", "<0xE0>", "<0x0A>", "\n", "\n\n") == [b" of", b" ", b"\xe0", b"\n", b"\n", b"\n\n"]
+    assert written(tokenizer, "▁of", "▁", "<0xE0>", "<0x0A>", "\n", "\n\n") == [
+        b" of",
+        b" ",
+        b"\xe0",
+        b"\n",
+        b"\n",
+        b"\n\n",
+    ]
 
 
 def test_a_byte_token_in_lower_case_is_a_byte_too():
@@ -236,14 +243,6 @@ def test_a_control_token_without_a_row_is_left_out():
 # Single bytes
 
 
-def test_byte_ids_are_the_lowest_ids_that_write_one_byte():
-    tokenizer = tiny.gemma_like()
-    tokens = token_bytes(tokenizer)
-    assert [tokens.byte_ids[byte] for byte in b"\na"] == ids_of(tokenizer, "<0x0A>", "<0x61>")
-    for byte, i in tokens.byte_ids.items():
-        assert i == tokens.entries.index(bytes([byte]))
-
-
 @pytest.mark.parametrize(
     ("make", "missing"),
     [
@@ -267,20 +266,19 @@ def test_without_byte_tokens_all_bytes_of_longer_characters_are_missing():
 # Agreement with the tokenizer's own decoder
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "wordpiece_no_clean_up"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_any_ids_write_what_the_decoder_writes_where_that_is_text(name):
-    tokenizer = tiny.wordpiece(clean_up=False) if name == "wordpiece_no_clean_up" else family(name)
-    if name == "wordpiece":
-        pytest.skip("its decoder takes spaces out, which is no part of what a token writes")
+    # With its clean-up, the decoder of WordPiece takes out spaces, which is no part of what a token writes.
+    tokenizer = tiny.wordpiece(clean_up=False) if name == "wordpiece" else family(name)
     tokens = token_bytes(tokenizer)
     literal = set(tokenizer.added_tokens_decoder) if "odd_added" in name else set()
     ids = [i for i in np.flatnonzero(tokens.kinds == TEXT).tolist() if i not in literal]
-    if name == "wordpiece_no_clean_up":
+    if name == "wordpiece":
         # The decoder writes a piece that goes on with a word as it is spelled if it comes first.
         ids = [i for i in ids if not tokens.backend.id_to_token(i).startswith("##")]
     rng = random.Random(0)
     num_compared = 0
-    for _ in range(1500):
+    for _ in range(600):
         chosen = rng.choices(ids, k=rng.randint(1, 12))
         data = tokens.write_from_start(chosen)
         try:
@@ -289,7 +287,7 @@ def test_any_ids_write_what_the_decoder_writes_where_that_is_text(name):
             continue
         num_compared += 1
         assert tokens.backend.decode(chosen, skip_special_tokens=False) == text
-    assert num_compared > 50
+    assert num_compared > 20
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("wordpiece")])
@@ -331,14 +329,14 @@ def test_an_unknown_decoder_is_refused_by_name(decoder, said):
 
 
 def test_a_tokenizer_without_a_fast_backend_is_refused_by_name():
-    with pytest.raises(VocabularyError, match="'my-model'.*ByT5Tokenizer has no fast backend.*tokenizer.json"):
+    with pytest.raises(VocabularyError, match=r"'my-model'.*ByT5Tokenizer has no fast backend.*tokenizer\.json"):
         token_bytes(ByT5Tokenizer(), name="my-model")
 
 
 def test_a_decoder_that_writes_other_text_than_the_vocabulary_says_is_refused():
     tokenizer = tiny.byte_level_bpe()
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("the", "THE")])
-    with pytest.raises(VocabularyError, match="should write .* but its decoder writes") as caught:
+    with pytest.raises(VocabularyError, match=r"should write .* but its decoder writes") as caught:
         token_bytes(tokenizer, name="my-model")
     assert "'my-model'" in str(caught.value)
     assert isinstance(caught.value, EnsembleError)

