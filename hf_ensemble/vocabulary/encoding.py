@@ -32,8 +32,10 @@ class ByteEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes):
         self.token_bytes = token_bytes
         self._backend = token_bytes.backend
-        self._control = {int(i) for i in (token_bytes.kinds == CONTROL).nonzero()[0]} | control_ids(tokenizer)
-        added = sorted(self._backend.get_added_tokens_decoder().items())
+        self._control = {int(i) for i in (token_bytes.kinds == CONTROL).nonzero()[0]} | control_ids(
+            tokenizer, (), token_bytes.added
+        )
+        added = sorted(token_bytes.added.items())
         self._added = [(i, token) for i, token in added if i not in self._control and i < token_bytes.num_ids]
         self._normalizers = flatten_component(component_state(self._backend.normalizer), "normalizers")
         self._pre_tokenizers = flatten_component(component_state(self._backend.pre_tokenizer), "pretokenizers")

@@ -2,11 +2,12 @@
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-from tokenizers import decoders
+from tokenizers import AddedToken, decoders
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import VocabularyError
@@ -55,44 +56,62 @@ class TokenBytes:
         self.name = name or tokenizer.name_or_path or type(tokenizer).__name__
         self.backend = fast_backend(tokenizer, self.name)
         self.writer = TokenWriter(self.backend, self.name)
-        control = control_ids(tokenizer, end_ids)
-        added = self.backend.get_added_tokens_decoder()
+        self.added = self.backend.get_added_tokens_decoder()
+        control = control_ids(tokenizer, end_ids, self.added)
         self.fingerprint = ""
+        stored = None
         if cache:
             self.fingerprint = store_key("token_bytes", tokenizer_fingerprint(tokenizer), num_ids, sorted(control))
             stored = load_arrays(self.fingerprint)
-            if stored is not None:
-                self.kinds = stored["kinds"]
-                bounds = stored["bounds"].tolist()
-                joined = stored["blob"].tobytes()
-                self.entries = [joined[a:b] for a, b in itertools.pairwise(bounds)]
-                self.num_ids = len(self.kinds)
-                self.num_rowless = int(stored["num_rowless"][0])
-                return
-        vocab = self.backend.get_vocab(with_added_tokens=True)
-        size = max(vocab.values(), default=-1) + 1
-        self.num_ids = size if num_ids is None else num_ids
-        self.num_rowless = sum(1 for i in vocab.values() if i >= self.num_ids)
-        entries: list[bytes] = [b""] * self.num_ids
-        for token, i in vocab.items():
-            if i < self.num_ids and i not in control and i not in added:
-                entries[i] = self.writer.piece(token)
+        arrays = self._build(num_ids, control) if stored is None else stored
+        self.kinds: np.ndarray = arrays["kinds"]
+        self.num_ids = len(self.kinds)
+        self.num_rowless = int(arrays["num_rowless"][0])
+        self._bounds = arrays["bounds"]
+        self._blob = arrays["blob"].tobytes()
+        if stored is None:
+            self._check_against_decoder()
+            if cache:
+                save_arrays(self.fingerprint, arrays)
+
+    def _build(self, num_ids: int | None, control: set[int]) -> dict[str, np.ndarray]:
+        size = self.backend.get_vocab_size(with_added_tokens=True)
+        tokens: list[str | None] = list(map(self.backend.id_to_token, range(size)))
+        if None in tokens:
+            # Ids with holes go beyond the count of tokens.
+            vocab = self.backend.get_vocab(with_added_tokens=True)
+            tokens = [None] * (max(vocab.values()) + 1)
+            for token, i in vocab.items():
+                tokens[i] = token
+        num_ids = len(tokens) if num_ids is None else num_ids
+        num_rowless = sum(1 for token in tokens[num_ids:] if token is not None)
+        tokens += [None] * (num_ids - len(tokens))
+        entries = [b"" if token is None else self.writer.piece(token) for token in tokens[:num_ids]]
         # A vocabulary with holes can have a piece under the id of an added token: the decoder writes the added one.
-        for i, added_token in added.items():
-            if i < self.num_ids and i not in control:
-                entries[i] = self.writer.added(added_token.content)
-        self.kinds = np.zeros(self.num_ids, dtype=np.uint8)
-        self.kinds[[i for i, entry in enumerate(entries) if entry]] = TEXT
-        self.kinds[[i for i in control if i < self.num_ids]] = CONTROL
-        self.entries = entries
-        self._check_against_decoder(set(added))
-        if cache:
-            bounds = np.cumsum([0, *map(len, entries)])
-            blob = np.frombuffer(b"".join(entries), dtype=np.uint8)
-            num_rowless = np.array([self.num_rowless])
-            save_arrays(
-                self.fingerprint, {"kinds": self.kinds, "bounds": bounds, "blob": blob, "num_rowless": num_rowless}
-            )
+        for i, token in self.added.items():
+            if i < num_ids:
+                entries[i] = self.writer.added(token.content)
+        kinds = np.fromiter((TEXT if entry else NO_TOKEN for entry in entries), dtype=np.uint8, count=num_ids)
+        for i in control:
+            if i < num_ids:
+                entries[i] = b""
+                kinds[i] = CONTROL
+        lengths = np.fromiter(map(len, entries), dtype=np.int64, count=num_ids)
+        return {
+            "kinds": kinds,
+            "bounds": np.concatenate([[0], np.cumsum(lengths)]),
+            "blob": np.frombuffer(b"".join(entries), dtype=np.uint8),
+            "num_rowless": np.array([num_rowless]),
+        }
+
+    @cached_property
+    def entries(self) -> list[bytes]:
+        """What each id writes; empty for control tokens and ids without a token."""
+        return [self._blob[a:b] for a, b in itertools.pairwise(self._bounds.tolist())]
+
+    def entry(self, token_id: int) -> bytes:
+        """What one id writes, without spreading out the whole vocabulary."""
+        return self._blob[self._bounds[token_id] : self._bounds[token_id + 1]]
 
     @property
     def missing_bytes(self) -> bytes:
@@ -107,16 +126,16 @@ class TokenBytes:
 
     def write(self, ids: Iterable[int]) -> bytes:
         """Join what ids write in the middle of a text; ids without a token and control tokens write nothing."""
-        return b"".join(self.entries[i] for i in ids if i < self.num_ids)
+        return b"".join(self.entry(i) for i in ids if i < self.num_ids)
 
     def write_from_start(self, ids: Iterable[int]) -> bytes:
         """Join what ids write as a whole text, as the tokenizer's decoder does."""
         data = self.write(ids)
         return data[1:] if self.strips_start and data.startswith(b" ") else data
 
-    def _check_against_decoder(self, added: set[int]) -> None:
+    def _check_against_decoder(self) -> None:
         """Compare with the tokenizer's own decoder wherever that gives valid text."""
-        text_ids = [i for i in np.flatnonzero(self.kinds == TEXT).tolist() if i not in added]
+        text_ids = [i for i in np.flatnonzero(self.kinds == TEXT).tolist() if i not in self.added]
         if not text_ids:
             return
         # After an anchor, because decoders treat the first token of a text in their own ways.
@@ -127,7 +146,7 @@ class TokenBytes:
         probes = [[i] for i in text_ids[::step]]
         for text in _PROBE_TEXTS:
             ids = self.backend.encode(text, add_special_tokens=False).ids
-            probes.append([i for i in ids if i < self.num_ids and self.kinds[i] == TEXT and i not in added])
+            probes.append([i for i in ids if i < self.num_ids and self.kinds[i] == TEXT and i not in self.added])
         for ids in probes:
             decoded = self.writer.decode([self.backend.id_to_token(i) for i in [anchor, *ids]])
             try:
@@ -204,12 +223,13 @@ class TokenWriter:
         return self.piece(token) if self.family == "sentencepiece" else token.encode("utf-8", "surrogatepass")
 
 
-def control_ids(tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int] = ()) -> set[int]:
+def control_ids(
+    tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int], added: Mapping[int, AddedToken]
+) -> set[int]:
     """Ids that write nothing: flagged special, in `all_special_ids`, or ending a text as an added token.
 
     An end id that is an ordinary entry, or an added token of white space (a newline, say), writes text.
     """
-    added = fast_backend(tokenizer).get_added_tokens_decoder()
     control = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
     return control | {i for i in end_ids if i in added and added[i].content.strip()}
 

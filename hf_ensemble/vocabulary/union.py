@@ -10,6 +10,8 @@ from .encoding import ByteEncoder
 from .store import load_arrays, save_arrays, store_key
 from .token_bytes import CONTROL, TEXT, TokenBytes
 
+_BATCH = 4096
+
 
 class UnionVocabulary:
     """All members' vocabularies as one, compared by what tokens write.
@@ -78,9 +80,8 @@ class UnionVocabulary:
 
     def entry(self, union_id: int) -> bytes:
         """The bytes that a union entry writes; empty for control tokens and ids without a token."""
-        member, member_id = self._source[union_id].tolist()
-        entry: bytes = self.encoders[member].token_bytes.entries[member_id]
-        return entry
+        member, member_id = self._source[:, union_id].tolist()
+        return self.encoders[member].token_bytes.entry(member_id)
 
     def continuation(self, union_id: int, member: int) -> list[int] | None:
         """All ids with which a member writes a union entry after a text, or None if it cannot."""
@@ -93,19 +94,22 @@ class UnionVocabulary:
     def _build(self) -> dict[str, np.ndarray]:
         primary = self.encoders[0]
         union_of = dict(primary.id_of)
-        source = [(0, i) for i in range(self.primary_size)]
+        source_member = [0] * self.primary_size
+        source_id = list(range(self.primary_size))
         for m, encoder in enumerate(self.encoders[1:], start=1):
             for entry, i in sorted(encoder.id_of.items(), key=lambda item: item[1]):
                 if entry not in union_of:
-                    union_of[entry] = len(source)
-                    source.append((m, i))
-        arrays = {"source": np.array(source, dtype=np.int32)}
+                    union_of[entry] = len(source_id)
+                    source_member.append(m)
+                    source_id.append(i)
+        union_size = len(source_id)
+        arrays = {"source": np.array([source_member, source_id], dtype=np.int32)}
         for m, encoder in enumerate(self.encoders):
             token_bytes = encoder.token_bytes
             to_union = np.full(token_bytes.num_ids, -1, dtype=np.int32)
             text_ids = np.flatnonzero(token_bytes.kinds == TEXT)
             to_union[text_ids] = [union_of[token_bytes.entries[i]] for i in text_ids.tolist()]
-            own = np.full(len(source), -1, dtype=np.int32)
+            own = np.full(union_size, -1, dtype=np.int32)
             canonical = np.array(list(encoder.id_of.values()), dtype=np.int32)
             own[to_union[canonical]] = canonical
             if m == 0:
@@ -113,18 +117,27 @@ class UnionVocabulary:
                 to_union[control] = control
                 own[control] = control
             first = own.copy()
-            missing = [(u, entry) for entry, u in union_of.items() if own[u] < 0]
-            lengths = np.zeros(len(source), dtype=np.int64)
-            flat: list[list[int]] = []
-            missing.sort()
-            for (u, _), ids in zip(missing, encoder.encode_batch([entry for _, entry in missing]), strict=True):
-                if ids:
-                    first[u] = ids[0]
-                    lengths[u] = len(ids)
-                    flat.append(ids)
+            # In the order of `union_of`, which is that of union ids from the primary's size on.
+            has_own = (own >= 0).tolist()
+            missing = [entry for entry, u in union_of.items() if not has_own[u]]
+            lengths = np.zeros(union_size, dtype=np.int64)
+            flat: list[int] = []
+            starts: dict[int, int] = {}
+            # In pieces, so that no more than a few thousand lists live at once: more keep the garbage collector busy.
+            for start in range(0, len(missing), _BATCH):
+                batch = missing[start : start + _BATCH]
+                for entry, ids in zip(batch, encoder.encode_batch(batch), strict=True):
+                    if ids:
+                        u = union_of[entry]
+                        first[u] = ids[0]
+                        lengths[u] = len(ids)
+                        starts[u] = len(flat)
+                        flat += ids
             arrays[f"member_to_union_{m}"] = to_union
             arrays[f"union_to_member_{m}"] = own
             arrays[f"union_to_first_{m}"] = first
             arrays[f"continuation_bounds_{m}"] = np.concatenate([[0], np.cumsum(lengths)])
-            arrays[f"continuation_ids_{m}"] = np.array([i for ids in flat for i in ids], dtype=np.int32)
+            if list(starts) != sorted(starts):
+                flat = [i for u in sorted(starts) for i in flat[starts[u] : starts[u] + int(lengths[u])]]
+            arrays[f"continuation_ids_{m}"] = np.array(flat, dtype=np.int32)
         return arrays
