@@ -25,6 +25,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+CACHE = os.environ.get("HF_ENSEMBLE_CACHE")
+"""Read on import: tests give the library another cache later, and the models stay where they are."""
+
 RECIPE = 1
 """Raised when the conversion changes: folders with another number are converted again."""
 
@@ -99,7 +102,7 @@ def demo_model_paths(install: bool = False) -> tuple[Path, Path]:
     """
     from huggingface_hub.constants import HF_HOME
 
-    folder = Path(os.environ.get("HF_ENSEMBLE_CACHE") or Path(HF_HOME, "hf_ensemble")).expanduser() / "demo_models"
+    folder = Path(CACHE or Path(HF_HOME, "hf_ensemble")).expanduser() / "demo_models"
     paths = folder / SMOLLM2.name, folder / GEMMA3.name
     if not all(map(_is_ready, paths)):
         from filelock import FileLock

@@ -32,13 +32,14 @@ stage() {
     return 1
 }
 
-# tests NAME COMMAND...: run a pytest command and keep its last line for the end.
+# tests NAME COMMAND...: run a pytest command and keep its summary for the end.
 tests() {
-    local name=$1 start=$SECONDS
+    local name=$1 start=$SECONDS line
     shift
     printf '\n%s\n' "$name"
     "$@" 2>&1 | tee "$log" || failed=true
-    summary+=$(printf '%-28s %4d s  %s' "$name" $((SECONDS - start)) "$(grep -v '^$' "$log" | tail -n 1)")$'\n'
+    line=$(grep -E ' in [0-9.]+s' "$log" | tail -n 1)
+    summary+=$(printf '%-28s %4d s  %s' "$name" $((SECONDS - start)) "${line:-no summary: see above}")$'\n'
 }
 
 environments() {

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from .store import component_state
-from .token_bytes import CONTROL, NO_TOKEN, TEXT, TokenBytes, control_ids, flatten_component
+from .token_bytes import NO_TOKEN, TEXT, TokenBytes, flatten_component
 
 _REPLACEMENT = "�"
 _TEXT_KEEPING_NORMALIZERS = {"NFC", "NFKC", "NFD", "NFKD", "Lowercase", "Prepend", "Nmt"}
@@ -32,9 +32,7 @@ class ByteEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes):
         self.token_bytes = token_bytes
         self._backend = token_bytes.backend
-        self._control = {int(i) for i in (token_bytes.kinds == CONTROL).nonzero()[0]} | control_ids(
-            tokenizer, (), token_bytes.added
-        )
+        self._control = token_bytes.control
         added = sorted(token_bytes.added.items())
         self._added = [(i, token) for i, token in added if i not in self._control and i < token_bytes.num_ids]
         self._normalizers = flatten_component(component_state(self._backend.normalizer), "normalizers")

@@ -57,13 +57,15 @@ class TokenBytes:
         self.backend = fast_backend(tokenizer, self.name)
         self.writer = TokenWriter(self.backend, self.name)
         self.added = self.backend.get_added_tokens_decoder()
-        control = control_ids(tokenizer, end_ids, self.added)
+        self.control = _control_ids(tokenizer, end_ids, self.added)
         self.fingerprint = ""
         stored = None
         if cache:
-            self.fingerprint = store_key("token_bytes", tokenizer_fingerprint(tokenizer), num_ids, sorted(control))
+            self.fingerprint = store_key(
+                "token_bytes", tokenizer_fingerprint(tokenizer), num_ids, sorted(self.control)
+            )
             stored = load_arrays(self.fingerprint)
-        arrays = self._build(num_ids, control) if stored is None else stored
+        arrays = self._build(num_ids) if stored is None else stored
         self.kinds: np.ndarray = arrays["kinds"]
         self.num_ids = len(self.kinds)
         self.num_rowless = int(arrays["num_rowless"][0])
@@ -74,7 +76,7 @@ class TokenBytes:
             if cache:
                 save_arrays(self.fingerprint, arrays)
 
-    def _build(self, num_ids: int | None, control: set[int]) -> dict[str, np.ndarray]:
+    def _build(self, num_ids: int | None) -> dict[str, np.ndarray]:
         size = self.backend.get_vocab_size(with_added_tokens=True)
         tokens: list[str | None] = list(map(self.backend.id_to_token, range(size)))
         if None in tokens:
@@ -92,7 +94,7 @@ class TokenBytes:
             if i < num_ids:
                 entries[i] = self.writer.added(token.content)
         kinds = np.fromiter((TEXT if entry else NO_TOKEN for entry in entries), dtype=np.uint8, count=num_ids)
-        for i in control:
+        for i in self.control:
             if i < num_ids:
                 entries[i] = b""
                 kinds[i] = CONTROL
@@ -223,7 +225,7 @@ class TokenWriter:
         return self.piece(token) if self.family == "sentencepiece" else token.encode("utf-8", "surrogatepass")
 
 
-def control_ids(
+def _control_ids(
     tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int], added: Mapping[int, AddedToken]
 ) -> set[int]:
     """Ids that write nothing: flagged special, in `all_special_ids`, or ending a text as an added token.

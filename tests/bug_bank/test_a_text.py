@@ -15,8 +15,6 @@
 | A13 | here; `vocabulary/test_token_bytes.py` (fragments); real pair in `real/test_bug_bank_real.py` |
 """
 
-import itertools
-
 import functools
 
 import pytest
@@ -328,7 +326,7 @@ def _rows_without_token(index, tokenizer, extra_rows):
 def test_ids_without_a_token_are_never_chosen(method, kind, index):
     """A9: Padded rows and holes that win the argmax are masked before anything else."""
     torch.manual_seed(0)
-    ensemble, dead = with_rows_without_token(index, kind, method, {"a": 0.09, "b": 0.01})
+    ensemble, _ = with_rows_without_token(index, kind, method, {"a": 0.09, "b": 0.01})
     a, b, end = (*(id_of(ensemble.tokenizers[0], text) for text in "ab"), ensemble.tokenizer.eos_token_id)
     for options in WAYS:
         ids = output_ids(ensemble, "a", max_new_tokens=3, **options)[0]

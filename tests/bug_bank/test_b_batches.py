@@ -187,7 +187,7 @@ def test_a_mixture_of_experts_saved_from_training_is_as_good_as_any(method, inde
     outputs = []
     for model in (plain, trained):
         members = [model, other] if index == 0 else [other, model]
-        ensemble = make_ensemble(members, tokenizers if index == 0 else tokenizers, method=method)
+        ensemble = make_ensemble(members, tokenizers, method=method)
         batch = padded(prompt_rows(ensemble)[:2], fill=lambda n: 5)
         outputs.append([run(ensemble, batch, weights=weights).sequences.tolist() for weights in (None, [1, 0])])
     assert outputs[0] == outputs[1]

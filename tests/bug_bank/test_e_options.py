@@ -332,7 +332,7 @@ def test_a_repetition_penalty_is_not_weakened_by_other_cuts_of_a_word(method):
     capital, a = id_of(large, " capital"), id_of(large, " a")
     row = torch.full((tiny.rows_of(large),), -40.0)
     row[[capital, a]] = torch.tensor([3.3, 3.0])
-    other = {i: 0.5 for i in (spelling(gemma).encode(b" capital")[0], id_of(gemma, " a"))}
+    other = dict.fromkeys((spelling(gemma).encode(b" capital")[0], id_of(gemma, " a")), 0.5)
     ensemble = ensemble_of((large, [row]), (gemma, [other]), method=method, weights=[0.9, 0.1])
     for penalty, expected in ((1.0, capital), (1.3, a)):
         ids = output_ids(ensemble, "The capital", max_new_tokens=1, repetition_penalty=penalty)[0]

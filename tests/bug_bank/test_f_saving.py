@@ -39,7 +39,9 @@ def save(folder, names=("smol", "gemma"), dtypes=(torch.float32, torch.float32),
     paths = []
     for n, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
         paths.append(folder / f"member-{n}")
-        tiny.tiny_llama(tokenizer_of(name), seed=n, num_hidden_layers=1, **options).to(dtype).save_pretrained(paths[-1])
+        tiny.tiny_llama(tokenizer_of(name), seed=n, num_hidden_layers=1, **options).to(dtype).save_pretrained(
+            paths[-1]
+        )
         tokenizer_of(name).save_pretrained(paths[-1])
     return paths
 
@@ -263,7 +265,9 @@ TEXTS = [*tiny.TEXTS, "", " ", "\n\n\n", "<|im_end|> x", "čaj Ġra<tool_call>",
 def test_tokenizers_come_back_as_they_were_given(tmp_path):
     """F6: Added tokens, padding side, and a BOS rule that was switched on: ids of all texts, for every member."""
     first, second = tiny.smol_like(added=["čaj", "Ġra"]), tiny.gemma_like(padding_side="right")
-    first.backend_tokenizer.post_processor = processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 1)])
+    first.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<|im_start|> $A", None, [("<|im_start|>", 1)]
+    )
     for n, tokenizer in enumerate((first, second)):
         tiny.tiny_llama(tokenizer, num_hidden_layers=1).save_pretrained(tmp_path / f"member-{n}")
         tokenizer.save_pretrained(tmp_path / f"member-{n}")

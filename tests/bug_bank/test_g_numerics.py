@@ -137,7 +137,9 @@ def test_a_member_whose_logits_are_all_ruled_out_is_named(method):
 
 
 @each_method
-@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")], ids=" + ".join)
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")], ids=" + ".join
+)
 def test_members_of_unlike_dtypes_are_mixed_in_float32(method, dtypes):
     """G3: The mixture sums to 1 within 1e-5, in a batch, and is what the members' rounded logits say."""
     tokenizers = [tokenizer_of("smol"), tokenizer_of("gemma")]
@@ -238,7 +240,7 @@ def test_an_allowed_list_outside_of_what_is_proposed_is_followed_or_an_error(met
         found = output_ids(ensemble, "d", **options)[0]
     except MemberError as error:
         # The prefix function of newer versions allows the listed ids evenly where nothing else is left.
-        assert method != "gac"  # noqa: PT017
+        assert method != "gac"
         assert "nothing is left" in str(error)  # noqa: PT017
     else:
         assert set(found) <= set(allowed)

@@ -143,7 +143,7 @@ def test_positions_are_counted_in_each_members_own_ids(method):
         output_ids(ensemble, "The", max_new_tokens=1)
         ran = []
         for model in models:
-            model.register_forward_pre_hook(lambda module, args: ran.append(module))
+            model.register_forward_pre_hook(lambda module, args, ran=ran: ran.append(module))
         with pytest.raises(ConfigurationError, match=rf"member-{order.index(1)}.* 30 .*{count}"):
             output_ids(ensemble, text, max_new_tokens=2)
         assert not ran
@@ -293,7 +293,16 @@ def folders(tmp_path_factory):
     return base
 
 
-BAD = ("encoder-only", "headless", "encoder-decoder", "weightless", "without-config", "empty", "missing", "an-ensemble")
+BAD = (
+    "encoder-only",
+    "headless",
+    "encoder-decoder",
+    "weightless",
+    "without-config",
+    "empty",
+    "missing",
+    "an-ensemble",
+)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_ensemble.errors import EnsembleError, VocabularyError
-from hf_ensemble.vocabulary.token_bytes import CONTROL, NO_TOKEN, TEXT, TokenBytes, control_ids, flatten_component
+from hf_ensemble.vocabulary.token_bytes import CONTROL, NO_TOKEN, TEXT, TokenBytes, flatten_component
 from tests import tiny
 
 from .material import FAMILIES, byte_level_tokenizer, family, ids_of, piece_tokenizer
@@ -193,7 +193,7 @@ def test_an_end_id_that_writes_text_stays_text(make, token, text):
     tokenizer = make()
     end = ids_of(tokenizer, token)
     assert written(tokenizer, token, end_ids=end) == [text]
-    assert control_ids(tokenizer, end) == control_ids(tokenizer)
+    assert token_bytes(tokenizer, end_ids=end).control == token_bytes(tokenizer).control
 
 
 def test_end_ids_outside_of_the_vocabulary_do_no_harm():
