@@ -13,7 +13,7 @@ make_environment() {
     if ! python3 -m venv "$folder" 2>/dev/null; then
         echo "python3 -m venv does not work here (Debian: package python3-venv), trying virtualenv instead"
         rm -rf "$folder"
-        python3 -m pip install --quiet --target "$folder-virtualenv" virtualenv || return 1
+        python3 -m pip install -qq --target "$folder-virtualenv" virtualenv || return 1
         PYTHONPATH="$folder-virtualenv" python3 -m virtualenv --quiet "$folder" || return 1
     fi
     # Twice quiet: warnings about package indexes are not for the user. Bytecode is left to the imports, which need

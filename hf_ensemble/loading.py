@@ -99,6 +99,9 @@ def load_members(
             model = _load_model(item, path, own_dtype, own_map, kwargs)
             loaded[key] = model, _load_tokenizer(item, path, tokenizers[place], kwargs)
         pairs.append(loaded[key])
+        given = tokenizers[place]
+        if given is not None:
+            item.tokenizer = getattr(given, "name_or_path", None) or str(given)
     return [model for model, _ in pairs], [tokenizer for _, tokenizer in pairs]
 
 

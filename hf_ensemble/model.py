@@ -115,6 +115,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         primary: Any = members[0].model
         if getattr(primary, "generation_config", None) is not None:
             self.generation_config = copy.deepcopy(primary.generation_config)
+        # The primary's ends of texts by the same rule as everybody's, added ones included.
+        if members[0].eos_token_ids:
+            self.generation_config.eos_token_id = list(members[0].eos_token_ids)
         if hasattr(primary, "hf_device_map"):
             self.hf_device_map = dict(primary.hf_device_map)
         self.tokenizers = [member.tokenizer for member in members]
@@ -170,6 +173,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         for model, tokenizer, item in zip(models, tokenizers, config.members, strict=True):
             if item.dtype is None:
                 item.dtype = str(model.dtype).removeprefix("torch.")
+            beside = str(getattr(model, "name_or_path", "") or "")
+            if item.tokenizer is None and tokenizer.name_or_path and tokenizer.name_or_path != beside:
+                item.tokenizer = tokenizer.name_or_path
             key = (id(model), id(tokenizer), tuple(item.eos_token_id))
             if key not in known:
                 known[key] = Member(model, tokenizer, name=item.name, extra_eos_token_ids=item.eos_token_id)
@@ -358,23 +364,17 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         embeddings: nn.Module = self.primary.get_output_embeddings()
         return embeddings
 
-    def to(self, *args: Any, **kwargs: Any) -> "EnsembleForCausalLM":  # type: ignore[override]
-        """Move or cast every member, as `torch.nn.Module.to`.
-
-        Raises:
-            ConfigurationError: If a member is quantised or spread over devices and so cannot be moved. Nothing is
-                moved then.
-        """
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # What `to`, `half`, `cuda` and their like come down to: checked before anything is moved.
         for member in self._members:
-            spread = len(set((getattr(member.model, "hf_device_map", None) or {}).values())) > 1
-            if spread or getattr(member.model, "is_quantized", False):
+            model: Any = member.model
+            is_spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+            if is_spread or getattr(model, "is_quantized", False):
                 raise ConfigurationError(
-                    f"member {member.name!r} is {'spread over devices' if spread else 'quantised'} and cannot be moved "
+                    f"member {member.name!r} is {'spread over devices' if is_spread else 'quantised'} and cannot be moved "
                     "or cast. Load it with the `device_map` and `dtype` that you want."
                 )
-        for member in self._members:
-            member.model.to(*args, **kwargs)
-        return self
+        return super()._apply(fn, recurse)
 
     # Generating
 
@@ -569,9 +569,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             keep_rows=keeps_rows,
         )
         first = FusionProcessor(call.fusion, is_beam_search)
-        if is_beam_search:
-            return LogitsProcessorList([first, *stock])
-        return LogitsProcessorList([first, *stock, SelectionProcessor(call.fusion, generation_config.do_sample)])
+        last = SelectionProcessor(call.fusion, generation_config.do_sample, generation_config.num_beams)
+        return LogitsProcessorList([first, *stock, last])
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:  # type: ignore[override]
         call = getattr(kwargs.get("stopping_criteria"), "call", None)

@@ -44,14 +44,19 @@ class SelectionProcessor(LogitsProcessor):
     Args:
         fusion: The call's fusion.
         do_sample: Whether to sample.
+        num_beams: Number of beams; above 1, `generate` itself chooses.
     """
 
-    def __init__(self, fusion: TokenFusion, do_sample: bool):
+    def __init__(self, fusion: TokenFusion, do_sample: bool, num_beams: int):
         self._fusion = fusion
         self._do_sample = do_sample
+        self._num_beams = num_beams
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Return the scores for the next processor, of shape `(batch_size, width)`."""
+        if self._num_beams > 1:
+            self._fusion.check_candidates(scores, self._num_beams)
+            return scores
         return self._fusion.select(scores, self._do_sample)  # type: ignore[return-value]
 
 

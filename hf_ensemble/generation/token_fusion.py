@@ -90,6 +90,8 @@ class TokenFusion:
                     f"{max(lengths)} of its ids. Shorten the prompt."
                 )
         self.states = {index: MemberState(members[index], contexts) for index, contexts in contexts_of.items()}
+        self._warned_lossy: set[int] = set()
+        self._warn_lossy()
 
     # Fusing
 
@@ -158,8 +160,8 @@ class TokenFusion:
                 self.logits_rows.append(one_hot)
                 self.scores_rows.append(one_hot)
             return one_hot
-        # Nothing is left to choose from: reported when the host next looks, and until then no NaN.
-        self._empty = scores.amax(-1) == -torch.inf
+        # Nothing is left to choose from, or NaN: reported when the host next looks; until then nothing may trip over it.
+        self._empty = ~(scores.amax(-1) > -torch.inf)
         scores = scores.masked_fill(self._empty[:, None], 0.0)
         if not self.is_wide:
             return scores
@@ -183,8 +185,21 @@ class TokenFusion:
     def check_finite(self) -> None:
         """Raise if a member gave NaN or infinite logits in this step, at the cost of a synchronisation."""
         if self._normalizers is not None:
-            self._check_members((~self._normalizers.isfinite()).flatten().tolist())
+            self._check_members((~self._normalizers.isfinite()).flatten().tolist(), self.num_steps + 1)
             self._normalizers = None
+
+    def check_candidates(self, scores: Tensor, num_beams: int) -> None:
+        """Raise if processors left no candidate to any beam of a prompt, at the cost of a synchronisation."""
+        has_none = (scores.amax(-1) == -torch.inf).view(-1, num_beams).all(-1)
+        if bool(has_none.any()):
+            self._raise_nothing_left(int(has_none.nonzero()[0, 0]) * num_beams, self.num_steps + 1)
+
+    def _raise_nothing_left(self, row: int, step: int) -> None:
+        raise MemberError(
+            f"nothing is left to choose from in row {row} at step {step}: processors and filters removed every "
+            f"candidate of method {type(self.method).__name__.lower()!r}. Loosen them, or let the members propose more "
+            "entries."
+        )
 
     # Following the text
 
@@ -211,14 +226,10 @@ class TokenFusion:
             packed.append((~self._normalizers.isfinite()).long().flatten())
         host = torch.cat([part.to(last.device) for part in packed]).tolist()
         ids, chosen, ends, empty = (host[n * batch_size : (n + 1) * batch_size] for n in range(4))
-        self._check_members(host[4 * batch_size :])
+        self._check_members(host[4 * batch_size :], self.num_steps)
         for row in self._live:
             if empty[row]:
-                raise MemberError(
-                    f"nothing is left to choose from in row {row} at step {self.num_steps}: processors and filters "
-                    f"removed every candidate of method {type(self.method).__name__.lower()!r}. Loosen them, or let "
-                    "the members propose more entries."
-                )
+                self._raise_nothing_left(row, self.num_steps)
         self._empty = self._normalizers = None
         for row in self._live:
             if not ends[row]:
@@ -305,6 +316,7 @@ class TokenFusion:
         place = self._place_of[row]
         for state in self.states.values():
             state.contexts[place].write(data)
+        self._warn_lossy()
 
     def _drop(self, rows: Sequence[int]) -> None:
         if not rows:
@@ -375,14 +387,24 @@ class TokenFusion:
             stacklevel=2,
         )
 
-    def _check_members(self, not_finite: Sequence[int]) -> None:
+    def _warn_lossy(self) -> None:
+        for index, state in self.states.items():
+            if index not in self._warned_lossy and any(context.is_lossy for context in state.contexts):
+                self._warned_lossy.add(index)
+                warnings.warn(
+                    f"member {self.members[index].name!r} does not read the text exactly: its tokenizer rewrites some of "
+                    "it, or cannot write it. What the ensemble writes is not affected.",
+                    stacklevel=2,
+                )
+
+    def _check_members(self, not_finite: Sequence[int], step: int) -> None:
         """Raise if a member's logits are not finite in a live row. The flags are row by row, a member each."""
         count = len(self.members)
         for row in self._live:
             for index, member in enumerate(self.members):
                 if not_finite and not_finite[row * count + index]:
                     raise MemberError(
-                        f"member {member.name!r} gave NaN or infinite logits in row {row} at step {self.num_steps} "
+                        f"member {member.name!r} gave NaN or infinite logits in row {row} at step {step} "
                         f"(its dtype is {member.model.dtype}). Load it in bfloat16 or float32."
                     )
 

@@ -24,6 +24,7 @@ class MemberContext:
         ids: The context, changed in place as the text grows.
         num_kept: How many leading ids are unchanged since the reader last set this to `len(ids)`.
         sits_out: Whether the member cannot follow the text just now.
+        is_lossy: Whether the member's view of the text so far has lost something.
     """
 
     def __init__(self, encoder: ByteEncoder, resync: Resync, prompt: bytes):
@@ -31,6 +32,7 @@ class MemberContext:
         self.resync = resync
         self.num_kept = 0
         self.sits_out = False
+        self.is_lossy = False
         text, begun = split_begun_character(prompt)
         self.ids = list(encoder.prefix_ids if text or begun else encoder.start_ids)
         self._num_frozen = len(self.ids)
@@ -41,7 +43,7 @@ class MemberContext:
             self._begun, self._tail = begun, text
             self._retokenize()
         else:
-            self.ids += encoder.encode_context(text, start=True)
+            self.ids += self._encode(text, start=True)
             self._append(begun)
 
     def write(self, data: bytes) -> None:
@@ -62,6 +64,13 @@ class MemberContext:
         twin.ids = list(self.ids)
         return twin
 
+    def _encode(self, text: str, start: bool) -> list[int]:
+        ids = self.encoder.encode_context(text, start)
+        written, wanted = self.encoder.token_bytes.write(ids), text.encode("utf-8", "replace")
+        # At its start the tokenizer may put a space of its own.
+        self.is_lossy |= written != wanted and not (start and written == b" " + wanted)
+        return ids
+
     def _append(self, data: bytes) -> None:
         data = self._begun + data
         self._begun, self.sits_out = b"", False
@@ -72,6 +81,7 @@ class MemberContext:
                 self._begun, self.sits_out = begun, True
                 data = text.encode("utf-8")
             ids = self.encoder.encode_context_bytes(data) if data else []
+            self.is_lossy |= self.encoder.token_bytes.write(ids) != data
         self.ids += ids
 
     def _retokenize(self) -> None:
@@ -82,11 +92,11 @@ class MemberContext:
         num_frozen = self._num_frozen
         new: list[int] = []
         if cut > 0:
-            new += encoder.encode_context(self._tail[:cut], self._at_start)
+            new += self._encode(self._tail[:cut], self._at_start)
             self._tail, self._at_start = self._tail[cut:], False
             self._num_frozen += len(new)
         if self._tail:
-            new += encoder.encode_context(self._tail, self._at_start)
+            new += self._encode(self._tail, self._at_start)
         begun = encoder.byte_tokens(self._begun)
         self.sits_out = begun is None
         new += begun or []
