@@ -70,7 +70,7 @@ class TokenBytes:
         self.num_ids = len(self.kinds)
         self.num_rowless = int(arrays["num_rowless"][0])
         self._bounds = arrays["bounds"]
-        self._blob = arrays["blob"].tobytes()
+        self._blob: bytes = arrays["blob"].tobytes()
         if stored is None:
             self._check_against_decoder()
             if cache:

@@ -81,7 +81,8 @@ class UnionVocabulary:
     def entry(self, union_id: int) -> bytes:
         """The bytes that a union entry writes; empty for control tokens and ids without a token."""
         member, member_id = self._source[:, union_id].tolist()
-        return self.encoders[member].token_bytes.entry(member_id)
+        entry: bytes = self.encoders[member].token_bytes.entry(member_id)
+        return entry
 
     def continuation(self, union_id: int, member: int) -> list[int] | None:
         """All ids with which a member writes a union entry after a text, or None if it cannot."""
