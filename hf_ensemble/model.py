@@ -19,12 +19,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
 )
 
 from .config import EnsembleConfig, MemberConfig, MethodConfig, method_config, normalize_weights
 from .errors import ConfigurationError, MemberError
-from .generation.logits_process import FusionProcessor, SelectionProcessor
+from .generation.logits_process import FusionProcessor, SelectionProcessor, UnpaddedPenalty
 from .generation.stopping_criteria import FollowingCriteriaList
 from .generation.token_fusion import TokenFusion
 from .loading import check_members, load_members
@@ -569,6 +570,11 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             keep_rows=keeps_rows,
         )
         first = FusionProcessor(call.fusion, is_beam_search)
+        if mask is not None:
+            stock = LogitsProcessorList(
+                UnpaddedPenalty(item, mask) if isinstance(item, RepetitionPenaltyLogitsProcessor) else item
+                for item in stock
+            )
         last = SelectionProcessor(call.fusion, generation_config.do_sample, generation_config.num_beams)
         return LogitsProcessorList([first, *stock, last])
 
