@@ -1,8 +1,10 @@
 """Several causal language models, with different tokenizers, that decode together as one Hugging Face model."""
 
-from .config import EnsembleConfig, GacConfig, MemberConfig, UniteConfig
+from .config import EnsembleConfig, GacConfig, MemberConfig, SweetSpanConfig, UniteConfig
 from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
 from .generation.logits_process import EnsembleLogitsProcessor
+from .generation.span_decoding import SpanCandidate, SpanDecoderOutput, SpanRound
+from .generation.stopping_criteria import SpanStoppingCriteria
 from .model import EnsembleForCausalLM
 from .vocabulary.union import UnionVocabulary
 
@@ -17,6 +19,11 @@ __all__ = [
     "GacConfig",
     "MemberConfig",
     "MemberError",
+    "SpanCandidate",
+    "SpanDecoderOutput",
+    "SpanRound",
+    "SpanStoppingCriteria",
+    "SweetSpanConfig",
     "UnionVocabulary",
     "UniteConfig",
     "VocabularyError",

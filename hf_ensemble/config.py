@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -43,7 +43,55 @@ class UniteConfig(MethodConfig):
             raise ConfigurationError(f"`top_k` has to be a positive integer, but is {self.top_k!r}.")
 
 
-METHODS: dict[str, type[MethodConfig]] = {config.name: config for config in (GacConfig, UniteConfig)}
+SpanScore = Literal["perplexity", "bits_per_byte"]
+
+
+@dataclass(frozen=True)
+class SweetSpanConfig(MethodConfig):
+    """SweetSpan: members propose spans of words, score one another's, and the best is kept."""
+
+    name: ClassVar[str] = "sweetspan"
+
+    span_length: int = 4
+    """Number of words in a span."""
+
+    filter_ratio: float = 10.0
+    """λ: a span's highest and lowest scores are dropped if the one is more than λ times the other; three members or
+    more."""
+
+    score: SpanScore = "perplexity"
+    """`"perplexity"` (over each member's own tokens, as in the paper) or `"bits_per_byte"` (which does not depend on how
+    finely a member cuts the text)."""
+
+    max_span_tokens: int | None = None
+    """Most tokens of a member in one span, the one that shows its completion included. None: 16 times `span_length`."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("span_length", self.span_length), ("max_span_tokens", self.max_span_tokens)):
+            if value is None and name == "max_span_tokens":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"`{name}` has to be a positive integer, but is {value!r}.")
+        if self.max_span_tokens is not None and self.max_span_tokens < self.span_length:
+            raise ConfigurationError(
+                f"`max_span_tokens` has to be at least `span_length`, but is {self.max_span_tokens} for "
+                f"{self.span_length} words."
+            )
+        ratio = self.filter_ratio
+        if not isinstance(ratio, (int, float)) or isinstance(ratio, bool) or not ratio >= 0:
+            raise ConfigurationError(f"`filter_ratio` has to be a number of at least 0, but is {ratio!r}.")
+        if self.score not in get_args(SpanScore):
+            raise ConfigurationError(
+                f"`score` has to be one of {', '.join(get_args(SpanScore))}, but is {self.score!r}."
+            )
+
+    @property
+    def token_limit(self) -> int:
+        """`max_span_tokens`, or its default."""
+        return 16 * self.span_length if self.max_span_tokens is None else self.max_span_tokens
+
+
+METHODS: dict[str, type[MethodConfig]] = {config.name: config for config in (GacConfig, UniteConfig, SweetSpanConfig)}
 
 
 def method_config(method: "str | MethodConfig | dict[str, Any]") -> MethodConfig:

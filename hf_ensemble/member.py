@@ -227,10 +227,7 @@ class _FixedContext:
         self.num_kept = 0
 
     def change(self, ids: list[int]) -> None:
-        same = next(
-            (n for n, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), min(len(self.ids), len(ids))
-        )
-        self.num_kept = min(self.num_kept, same)
+        self.num_kept = min(self.num_kept, _num_common(self.ids, ids))
         self.ids = list(ids)
 
 
@@ -251,7 +248,7 @@ class MemberState(Generic[C]):
         self.contexts = list(contexts)
         self.num_forwards = 0
         mode = mode or member.cache_mode
-        self._rows: _RepackedRows | _SeparateRows
+        self._rows: Any
         if mode == "repack":
             self._rows = _RepackedRows(member, len(self.contexts))
         else:
@@ -259,29 +256,60 @@ class MemberState(Generic[C]):
         self._logits: Tensor | None = None
         self._lengths: list[int] = []
 
-    def logits(self, num_last: int = 1) -> Tensor:
+    def logits(self, num_last: int | Sequence[int] = 1) -> Tensor:
         """Bring every row to its context and return the logits after its last ids.
 
         Only what differs from the cached contexts is computed: each row rolls back to the longest common prefix and
         takes what is new, all rows in one forward where the member's cache allows.
 
         Args:
-            num_last: Number of last ids after each of which logits are wanted.
+            num_last: Number of last ids after each of which logits are wanted; or one such number a row.
 
         Returns:
-            Logits of shape `(num_rows, vocab_size)`, or `(num_rows, num_last, vocab_size)` if `num_last` is above 1,
-            on the member's device.
+            Logits of shape `(num_rows, vocab_size)`, or, if numbers above 1 are asked for, `(num_rows, num_last,
+            vocab_size)` with the greatest of them, on the member's device: each row's stand at the right edge, and what
+            is before them has no meaning.
         """
+        of_rows = [num_last] * len(self.contexts) if isinstance(num_last, int) else list(num_last)
+        num_last = max(of_rows)
         lengths = [len(context.ids) for context in self.contexts]
         unchanged = lengths == self._lengths == [context.num_kept for context in self.contexts]
         if self._logits is None or self._logits.shape[1] < num_last or not unchanged:
-            self._logits = self._rows.forward(self.contexts, num_last)
+            self._logits = self._rows.forward(self.contexts, of_rows)
             self.num_forwards += self._rows.forwards_of_last_call
             self._lengths = lengths
             for context in self.contexts:
                 context.num_kept = len(context.ids)
         logits = self._logits[:, -num_last:]
         return logits[:, -1] if num_last == 1 else logits
+
+    def follow(self, contexts: Sequence[C]) -> None:
+        """Follow other contexts from now on; of what is cached, what they have in common with the last ones stays."""
+        for old, new in zip(self.contexts, contexts, strict=True):
+            cached = old.ids[: old.num_kept]
+            new.num_kept = len(cached) if new.ids[: len(cached)] == cached else _num_common(cached, new.ids)
+        self.contexts = list(contexts)
+
+    def hold(self) -> None:
+        """Remember the contexts as they are cached now, since rows will roll back to them."""
+        self._rows.hold()
+
+    def fork(self, rows: Sequence[int]) -> "MemberState[C]":
+        """Return a state of its own that continues from row `rows[n]` in its row n; its contexts are yet to follow."""
+        twin: MemberState[C] = copy.copy(self)
+        twin._rows = self._rows.fork(rows)
+        twin.contexts = [copy.copy(self.contexts[row]) for row in rows]
+        twin.num_forwards = 0
+        twin._logits, twin._lengths = None, []
+        return twin
+
+    def join(self, other: "MemberState[C]") -> None:
+        """Take in the rows of a fork, after this state's own."""
+        self._rows.join(other._rows)
+        self.contexts += other.contexts
+        if self._logits is not None and other._logits is not None:
+            self._logits = torch.cat([self._logits[:, -1:], other._logits[:, -1:]])
+        self._lengths = [*self._lengths, *other._lengths]
 
     def select(self, rows: Sequence[int], contexts: Sequence[C]) -> None:
         """Keep, repeat or drop rows: row n continues from what was row `rows[n]`, and now follows `contexts[n]`."""
@@ -290,6 +318,17 @@ class MemberState(Generic[C]):
         self._lengths = [self._lengths[row] for row in rows] if self._lengths else []
         if self._logits is not None:
             self._logits = self._logits[torch.tensor(list(rows), device=self._logits.device, dtype=torch.long)]
+
+
+def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading ids are the same."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _join_rows(a: Tensor, b: Tensor, missing: int) -> Tensor:
+    """Put the rows of two caches together; `b` is `missing` positions shorter than `a` (or `-missing` longer)."""
+    a = torch.nn.functional.pad(a, (0, 0, max(0, -missing), 0))
+    return torch.cat([a, torch.nn.functional.pad(b, (0, 0, max(0, missing), 0))])
 
 
 class _RepackedRows:
@@ -307,10 +346,10 @@ class _RepackedRows:
         self.lengths = [0] * num_rows
         self.cache = DynamicCache()
 
-    def forward(self, contexts: Sequence[ContextIds], num_last: int) -> Tensor:
+    def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
         num_new = max(
-            max(num_last, 1, len(context.ids) - min(context.num_kept, length))
-            for context, length in zip(contexts, self.lengths, strict=True)
+            max(wanted, 1, len(context.ids) - min(context.num_kept, length))
+            for context, length, wanted in zip(contexts, self.lengths, num_last, strict=True)
         )
         kept = [max(0, len(context.ids) - num_new) for context in contexts]
         self._keep(kept)
@@ -325,7 +364,7 @@ class _RepackedRows:
         lengths = torch.tensor([len(context.ids) for context in contexts])
         if min(len(context.ids) for context in contexts) < width + num_new:
             mask = (torch.arange(width + num_new) >= width + num_new - lengths[:, None]).long().to(device)
-        logits = self.member.forward(ids.to(device), positions.to(device), mask, self.cache, num_last)
+        logits = self.member.forward(ids.to(device), positions.to(device), mask, self.cache, max(num_last))
         self.lengths = lengths.tolist()
         return logits
 
@@ -362,6 +401,24 @@ class _RepackedRows:
             raise MemberError(f"member {self.member.name!r} keeps a cache that cannot be repacked: {kinds}.")
         return layers
 
+    def hold(self) -> None:
+        """Nothing to do: every position stays."""
+
+    def fork(self, rows: Sequence[int]) -> "_RepackedRows":
+        twin = copy.copy(self)
+        # Tensors are never changed in place, so both may hold the same ones.
+        twin.cache = copy.copy(self.cache)
+        twin.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        twin.select(rows)
+        return twin
+
+    def join(self, other: "_RepackedRows") -> None:
+        missing = self.cache.get_seq_length() - other.cache.get_seq_length()
+        for mine, theirs in zip(self._filled_layers(), other._filled_layers(), strict=True):
+            mine.keys = _join_rows(mine.keys, theirs.keys, missing)
+            mine.values = _join_rows(mine.values, theirs.values, missing)
+        self.lengths = [*self.lengths, *other.lengths]
+
     def select(self, rows: Sequence[int]) -> None:
         if list(rows) == list(range(len(self.lengths))):
             return
@@ -381,10 +438,14 @@ class _SeparateRows:
         self.forwards_of_last_call = 0
         self._rows = [_SeparateRow() for _ in range(num_rows)]
 
-    def forward(self, contexts: Sequence[ContextIds], num_last: int) -> Tensor:
+    def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
         self.forwards_of_last_call = 0
-        logits = [self._forward_row(row, context, num_last) for row, context in zip(self._rows, contexts, strict=True)]
-        return torch.cat(logits)
+        logits = [
+            self._forward_row(row, context, wanted)
+            for row, context, wanted in zip(self._rows, contexts, num_last, strict=True)
+        ]
+        width = max(num_last)
+        return torch.cat([torch.nn.functional.pad(part, (0, 0, width - part.shape[1], 0)) for part in logits])
 
     def _forward_row(self, row: "_SeparateRow", context: ContextIds, num_last: int) -> Tensor:
         num_ids = len(context.ids)
@@ -417,6 +478,18 @@ class _SeparateRows:
         self.forwards_of_last_call += 1
         return self.member.forward(torch.tensor([ids], device=device), positions, None, cache, num_logits)
 
+    def hold(self) -> None:
+        for row in self._rows:
+            row.hold()
+
+    def fork(self, rows: Sequence[int]) -> "_SeparateRows":
+        twin = copy.copy(self)
+        twin._rows = [self._rows[row].fork() for row in rows]
+        return twin
+
+    def join(self, other: "_SeparateRows") -> None:
+        self._rows += other._rows
+
     def select(self, rows: Sequence[int]) -> None:
         taken: set[int] = set()
         selected = []
@@ -434,10 +507,27 @@ class _SeparateRow:
         self.length = 0
         self.logits: Tensor | None = None
         self._snapshots: list[tuple[int, Cache | None]] = []
+        self._held: tuple[int, Cache | None] | None = None
 
     def take_snapshot(self) -> None:
         # States change in place, so a snapshot is a copy.
-        self._snapshots = [*self._snapshots[-_NUM_SNAPSHOTS + 1 :], (self.length, copy.deepcopy(self.cache))]
+        held = [snapshot for snapshot in self._snapshots[: -_NUM_SNAPSHOTS + 1] if snapshot is self._held]
+        self._snapshots = [
+            *held,
+            *self._snapshots[-_NUM_SNAPSHOTS + 1 :],
+            (self.length, copy.deepcopy(self.cache)),
+        ]
+
+    def hold(self) -> None:
+        self._held = self._snapshots[-1] if self._snapshots else None
+
+    def fork(self) -> "_SeparateRow":
+        # Snapshots never change, so both may hold the same ones; the state itself is restored from the last of them.
+        twin = copy.copy(self)
+        twin._snapshots = list(self._snapshots)
+        twin.cache, twin.logits = None, None
+        twin.length = self.length + 1
+        return twin
 
     def roll_back(self, num_kept: int) -> None:
         """Return to the longest state of at most `num_kept` ids; the caller computes the rest again."""

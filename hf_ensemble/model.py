@@ -23,9 +23,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from .config import EnsembleConfig, MemberConfig, MethodConfig, method_config, normalize_weights
+from .config import EnsembleConfig, MemberConfig, MethodConfig, SweetSpanConfig, method_config, normalize_weights
 from .errors import ConfigurationError, MemberError
 from .generation.logits_process import FusionProcessor, SelectionProcessor, UnpaddedPenalty
+from .generation.span_decoding import SpanDecoder, SpanDecoderOutput, decode_spans
 from .generation.stopping_criteria import FollowingCriteriaList
 from .generation.token_fusion import TokenFusion
 from .loading import check_members, load_members
@@ -46,6 +47,11 @@ _WARPERS = {
     "LogitNormalization",
 }
 """Processors that act alike on any column, so that a decision over the union vocabulary may pass through them."""
+
+_ANY_VOCABULARY = {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"}
+"""Processors that know ids by the text before them only, so that they act on any member's own."""
+
+_EARLY_END_PROCESSORS = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
 
 _MAX_METHODS = 8
 """Methods kept ready, each with its index maps on the device; a call with other options or EOS ids makes another."""
@@ -70,9 +76,14 @@ class _Call:
         self.weights = weights
         self.fusion: TokenFusion | None = None
 
+    @property
+    def is_by_spans(self) -> bool:
+        """Whether members decide span by span; a primary that has all the weight runs by itself."""
+        return isinstance(self.method, SweetSpanConfig) and any(self.weights[1:])
+
 
 class _CallProcessors(LogitsProcessorList):
-    """The user's processors, carrying the call to `_get_logits_processor`."""
+    """The user's processors, carrying the call to `_get_logits_processor` and, for spans, on to `_sample`."""
 
     call: _Call
 
@@ -446,6 +457,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
             )[0]
             self._refuse_options(settings, kwargs)
+            if call.is_by_spans:
+                self._refuse_options_of_spans(settings, kwargs, prefix_allowed_tokens_fn, synced_gpus)
             inputs = self._prepare_inputs(inputs, kwargs)
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
@@ -483,6 +496,30 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 f"`cache_implementation={settings.cache_implementation!r}` cannot be used with an ensemble: the paged "
                 "loop decodes with the primary alone."
             )
+
+    def _refuse_options_of_spans(
+        self, settings: GenerationConfig, kwargs: dict[str, Any], prefix_allowed_tokens_fn: Any, synced_gpus: Any
+    ) -> None:
+        outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        refused: dict[str, Any] = {name: getattr(settings, name, None) for name in outputs}
+        refused |= {
+            "num_beams": settings.num_beams not in (None, 1),
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn is not None,
+            "synced_gpus": synced_gpus,
+            "cache_implementation": settings.cache_implementation not in (None, "dynamic"),
+            "past_key_values": any(kwargs.get(key) is not None for key in ("past_key_values", "cache")),
+        }
+        reasons = dict.fromkeys(outputs, "a span has no distribution over tokens; see `rounds` of the output")
+        reasons |= {
+            "num_beams": "a round keeps one span",
+            "prefix_allowed_tokens_fn": "it knows the primary's ids only, but every member proposes",
+            "synced_gpus": "rounds run on one process",
+            "cache_implementation": "rejected spans are rolled back, which takes a dynamic cache",
+            "past_key_values": "the members keep caches of their own",
+        }
+        for name, is_asked in refused.items():
+            if is_asked:
+                raise ConfigurationError(f"`{name}` cannot be used with method 'sweetspan': {reasons[name]}.")
 
     def _prepare_inputs(self, inputs: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Check the prompt; move padding to the left and give empty rows a start. Returns the ids."""
@@ -547,6 +584,10 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if call is None or len(self._members) == 1 or not any(call.weights[1:]):
             return super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
+        if call.is_by_spans:
+            processors = _CallProcessors(self._processors_for_spans(stock, call.weights))
+            processors.call = call
+            return processors
         eos_tensor = generation_config._eos_token_tensor
         eos_ids = [] if eos_tensor is None else eos_tensor.tolist()
         is_beam_search = generation_config.num_beams > 1
@@ -577,6 +618,68 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             )
         last = SelectionProcessor(call.fusion, generation_config.do_sample, generation_config.num_beams)
         return LogitsProcessorList([first, *stock, last])
+
+    def _processors_for_spans(self, stock: LogitsProcessorList, weights: Sequence[float]) -> list[Any]:
+        """The processors that act on every member's proposals; refused are those that know the primary's ids only."""
+        # How early a text may end is counted in the primary's ids: see `SpanDecoder`.
+        kept = [item for item in stock if type(item).__name__ not in _EARLY_END_PROCESSORS]
+        fingerprints = {
+            member.encoder.token_bytes.fingerprint
+            for member, weight in zip(self._members, weights, strict=True)
+            if weight > 0 or member is self._members[0]
+        }
+        for item in kept:
+            name = type(item).__name__
+            if name not in _WARPERS | _ANY_VOCABULARY and len(fingerprints) > 1:
+                raise ConfigurationError(
+                    f"the logits processor {name} cannot be used with method 'sweetspan' unless all members have the "
+                    "same tokenizer: it knows the primary's ids only, but every member proposes in its own."
+                )
+        return kept
+
+    def _sample(
+        self,
+        input_ids: Any,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Run the stock loop, or hand over to spans."""
+        call = getattr(logits_processor, "call", None)
+        if call is None:
+            return super()._sample(  # type: ignore[misc]
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus,
+                streamer,
+                **model_kwargs,
+            )
+        config: Any = generation_config
+        prompt_length = input_ids.shape[1]
+        eos_ids = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
+        decoder = SpanDecoder(
+            self._members,
+            call.weights,
+            call.method,
+            eos_ids_of(self._members, eos_ids),
+            input_ids,
+            model_kwargs.get("attention_mask"),
+            LogitsProcessorList(logits_processor),
+            do_sample=bool(config.do_sample),
+            max_new_tokens=config.max_length - prompt_length,
+            min_new_tokens=max(config.min_new_tokens or 0, (config.min_length or 0) - prompt_length),
+            use_cache=config.use_cache is not False,
+        )
+        pad = None if config._pad_token_tensor is None else int(config._pad_token_tensor)
+        ids = decode_spans(decoder, input_ids, stopping_criteria, pad, streamer)
+        if not config.return_dict_in_generate:
+            return ids
+        return SpanDecoderOutput(sequences=ids, rounds=decoder.rounds)  # type: ignore[arg-type]
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:  # type: ignore[override]
         call = getattr(kwargs.get("stopping_criteria"), "call", None)

@@ -1,10 +1,10 @@
-"""The contracts, for GaC and UniTE on unlike architectures and tokenizers."""
+"""The contracts, for every method on unlike architectures and tokenizers."""
 
 import pytest
 
 from tests import contracts
 
-each_method = pytest.mark.parametrize("method", contracts.METHODS)
+each_method = pytest.mark.parametrize("method", [*contracts.METHODS, contracts.SPANS])
 
 
 @each_method
@@ -18,6 +18,8 @@ def test_contract_about_caches_and_positions_holds(contract, recipe, method):
 @pytest.mark.parametrize("recipe", contracts.CORE_RECIPES, ids=str)
 @pytest.mark.parametrize("contract", contracts.CORE, ids=lambda contract: contract.__name__)
 def test_contract_about_distributions_and_the_call_holds(contract, recipe, method):
+    if method == contracts.SPANS and contract is contracts.the_same_model_twice_is_that_model:
+        pytest.skip("about distributions: for spans see tests/generation/test_span_decoding.py")
     contract(recipe.ensemble, method)
 
 
@@ -27,7 +29,13 @@ def test_under_gac_all_weight_on_an_assistant_is_its_text(recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "method"), [(contracts.CORE_RECIPES[0], "unite"), (contracts.CORE_RECIPES[2], "gac")], ids=str
+    ("recipe", "method"),
+    [
+        (contracts.CORE_RECIPES[0], "unite"),
+        (contracts.CORE_RECIPES[2], "gac"),
+        (contracts.CORE_RECIPES[1], "sweetspan"),
+    ],
+    ids=str,
 )
 def test_a_saved_and_loaded_ensemble_is_the_same(recipe, method, tmp_path):
     contracts.saved_and_loaded_is_the_same(recipe.ensemble, method, tmp_path)

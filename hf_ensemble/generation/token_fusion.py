@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import ConfigurationError, MemberError
+from ..errors import MemberError
 from ..member import Member, MemberState
 from ..methods.base import TokenMethod
 from ..methods.captured import CapturedMix
 from ..mixing import fold
-from ..vocabulary.context import MemberContext
+from .prompts import expand_prompts, read_prompts, warn_of_losses
 
 
 class TokenFusion:
@@ -67,31 +67,12 @@ class TokenFusion:
         self._empty: Tensor | None = None
         self._normalizers: Tensor | None = None
         self._warned_control: set[int] = set()
-        prompts = self._prompt_bytes(prompt_ids, prompt_mask)
-        self._lengths = [length for _, length in prompts]
-        # Rows of one prompt (beams, returned sequences) share its forward pass: see `_expand_prompts`.
-        distinct = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in prompts))}
-        self._prompt_of_row: list[int] | None = [distinct[prompt] for prompt, _ in prompts]
-        contexts_of: dict[int, list[MemberContext]] = {}
-        for index, member in enumerate(members):
-            if index > 0 and weights[index] > 0:
-                contexts = [MemberContext(member.encoder, method.resync, prompt) for prompt in distinct]
-                if not all(context.ids for context in contexts):
-                    raise ConfigurationError(
-                        f"member {member.name!r} has nothing to start from: a prompt is empty, and its tokenizer has "
-                        "neither a BOS nor an EOS token. Give a prompt that is not empty."
-                    )
-                contexts_of[index] = contexts
-        for index, member in enumerate(members):
-            lengths = [len(context.ids) for context in contexts_of.get(index, [])] if index else self._lengths
-            if member.max_positions is not None and max(lengths, default=0) > member.max_positions:
-                raise ConfigurationError(
-                    f"member {member.name!r} has positions for {member.max_positions} ids, but the prompt takes "
-                    f"{max(lengths)} of its ids. Shorten the prompt."
-                )
-        self.states = {index: MemberState(members[index], contexts) for index, contexts in contexts_of.items()}
+        prompts = read_prompts(members, weights, method.resync, prompt_ids, prompt_mask)
+        self._prompt_of_row: list[int] | None = prompts.prompt_of_row
+        self._lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
+        self.states = {index: MemberState(members[index], contexts) for index, contexts in prompts.contexts.items()}
         self._warned_lossy: set[int] = set()
-        self._warn_lossy()
+        self._warn_of_losses()
 
     # Fusing
 
@@ -115,7 +96,9 @@ class TokenFusion:
             primary = torch.zeros_like(primary)
         logits: list[Tensor | None] = [primary, *([None] * (len(self.members) - 1))]
         weights = primary.new_tensor(self._weights).expand(primary.shape[0], -1)
-        self._expand_prompts()
+        if self._prompt_of_row is not None:
+            expand_prompts(self.states, self._prompt_of_row)
+            self._prompt_of_row = None
         for index, state in self.states.items():
             sitting_out = [row for row, context in zip(self._live, state.contexts, strict=True) if context.sits_out]
             if not self._live or len(sitting_out) == len(self._live):
@@ -316,7 +299,7 @@ class TokenFusion:
         place = self._place_of[row]
         for state in self.states.values():
             state.contexts[place].write(data)
-        self._warn_lossy()
+        self._warn_of_losses()
 
     def _drop(self, rows: Sequence[int]) -> None:
         if not rows:
@@ -327,16 +310,6 @@ class TokenFusion:
         self._place_of = {row: place for place, row in enumerate(self._live)}
         for state in self.states.values():
             state.select(kept, [state.contexts[place] for place in kept])
-
-    def _expand_prompts(self) -> None:
-        if self._prompt_of_row is None:
-            return
-        if self._prompt_of_row != list(range(len(self._prompt_of_row))):
-            for state in self.states.values():
-                state.logits()
-                contexts = [state.contexts[prompt].copy() for prompt in self._prompt_of_row]
-                state.select(self._prompt_of_row, contexts)
-        self._prompt_of_row = None
 
     def _spread(self, logits: Tensor) -> Tensor:
         """Put the live rows' logits at their places among all rows; zeros elsewhere."""
@@ -351,31 +324,6 @@ class TokenFusion:
 
     # Checking
 
-    def _prompt_bytes(self, prompt_ids: Tensor, prompt_mask: Tensor | None) -> list[tuple[bytes, int]]:
-        """What each row's prompt writes, and its number of ids without padding."""
-        primary = self.members[0]
-        mask = [[1] * prompt_ids.shape[1]] * prompt_ids.shape[0] if prompt_mask is None else prompt_mask.tolist()
-        prompts = []
-        dropped: set[int] = set()
-        for ids, kept in zip(prompt_ids.tolist(), mask, strict=True):
-            ids = [i for i, keep in zip(ids, kept, strict=True) if keep]
-            start = len(primary.encoder.prefix_ids)
-            prefix = [primary.tokenizer.bos_token_id] if ids[:start] != primary.encoder.prefix_ids or not start else []
-            leading = start if not prefix else int(ids[:1] == prefix)
-            dropped.update(i for i in ids[leading:] if primary.is_control(i))
-            prompts.append((self._primary_bytes.write_from_start(ids), len(ids)))
-        if dropped and self._has_assistants():
-            tokens = primary.tokenizer.convert_ids_to_tokens(sorted(dropped))
-            warnings.warn(
-                f"the prompt holds control tokens of the primary {primary.name!r}, which the other members do not "
-                f"read: {', '.join(tokens)}.",
-                stacklevel=2,
-            )
-        return prompts
-
-    def _has_assistants(self) -> bool:
-        return any(weight > 0 for weight in self._weights[1:])
-
     def _warn_control(self, primary_id: int) -> None:
         if primary_id in self._warned_control or primary_id in self.method.maps[0].eos_ids.tolist():
             return
@@ -387,15 +335,9 @@ class TokenFusion:
             stacklevel=2,
         )
 
-    def _warn_lossy(self) -> None:
-        for index, state in self.states.items():
-            if index not in self._warned_lossy and any(context.is_lossy for context in state.contexts):
-                self._warned_lossy.add(index)
-                warnings.warn(
-                    f"member {self.members[index].name!r} does not read the text exactly: its tokenizer rewrites some of "
-                    "it, or cannot write it. What the ensemble writes is not affected.",
-                    stacklevel=2,
-                )
+    def _warn_of_losses(self) -> None:
+        contexts = {index: state.contexts for index, state in self.states.items()}
+        warn_of_losses(self.members, contexts, self._warned_lossy)
 
     def _check_members(self, not_finite: Sequence[int], step: int) -> None:
         """Raise if a member's logits are not finite in a live row. The flags are row by row, a member each."""

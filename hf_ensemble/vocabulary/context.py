@@ -1,5 +1,6 @@
 """One member's view of one row: the ids that it reads for the prompt and for what has been written since."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from .encoding import ByteEncoder, split_begun_character
@@ -46,6 +47,13 @@ class MemberContext:
             self.ids += self._encode(text, start=True)
             self._append(begun)
 
+    @classmethod
+    def of_ids(cls, encoder: ByteEncoder, ids: Sequence[int]) -> "MemberContext":
+        """Make a context whose prompt is given as the member's own ids; it grows by `append`."""
+        context = cls(encoder, "append", b"")
+        context.ids = list(ids)
+        return context
+
     def write(self, data: bytes) -> None:
         """Let the context follow the text by the bytes of one entry."""
         if not data:
@@ -76,10 +84,10 @@ class MemberContext:
         self._begun, self.sits_out = b"", False
         ids = self.encoder.encode(data) if data else []
         if ids is None:
-            text, begun = split_begun_character(data)
+            begun = split_begun_character(data)[1]
             if begun and self.encoder.encode(begun) is None:
                 self._begun, self.sits_out = begun, True
-                data = text.encode("utf-8")
+                data = data[: len(data) - len(begun)]
             ids = self.encoder.encode_context_bytes(data) if data else []
             self.is_lossy |= self.encoder.token_bytes.write(ids) != data
         self.ids += ids

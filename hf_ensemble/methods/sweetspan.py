@@ -1,0 +1,69 @@
+"""SweetSpan: how candidate spans are scored, filtered and chosen.
+
+From "Hit the Sweet Spot! Span-Level Ensemble for Large Language Models" (2024).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config import SpanScore
+
+
+@dataclass(frozen=True)
+class SpanChoice:
+    """Which candidate wins, and which members' scores did not count.
+
+    Attributes:
+        winner: Index of the candidate with the lowest mean.
+        filtered: For each candidate, the places of the scores that were dropped.
+    """
+
+    winner: int
+    filtered: tuple[tuple[int, ...], ...]
+
+
+def span_score(log_prob: float, num_tokens: int, num_bytes: int, score: SpanScore) -> float:
+    """One member's score of a span: the lower the better.
+
+    Args:
+        log_prob: Natural logarithm of the span's probability.
+        num_tokens: Number of the member's tokens in it, EOS included.
+        num_bytes: Number of bytes in it, EOS counted as one.
+        score: `"perplexity"` a token, or `"bits_per_byte"`.
+    """
+    if score == "bits_per_byte":
+        return -log_prob / (math.log(2) * num_bytes)
+    exponent = -log_prob / num_tokens
+    return math.exp(exponent) if exponent < 700 else math.inf
+
+
+def choose_span(scores: Sequence[Sequence[float]], filter_ratio: float, score: SpanScore) -> SpanChoice:
+    """Filter the scores of every candidate and choose the one with the lowest mean of what remains.
+
+    Args:
+        scores: For each candidate, one score a member.
+        filter_ratio: With three members or more, a candidate's highest and lowest perplexities (per byte for
+            `"bits_per_byte"`) are dropped if the highest is more than this many times the lowest.
+        score: What the scores are.
+
+    Returns:
+        The choice; of equal means the first.
+    """
+    filtered, means = [], []
+    for row in scores:
+        order = sorted(range(len(row)), key=lambda n: row[n])
+        low, high = (_perplexity(row[n], score) for n in (order[0], order[-1]))
+        # Written so that an infinite lowest score is no reason to keep the highest.
+        is_split = len(row) > 2 and not high <= filter_ratio * low
+        dropped = (order[0], order[-1]) if is_split else ()
+        kept = [value for n, value in enumerate(row) if n not in dropped]
+        filtered.append(tuple(sorted(dropped)))
+        means.append(math.fsum(kept) / len(kept) if all(map(math.isfinite, kept)) else math.inf)
+    return SpanChoice(min(range(len(means)), key=means.__getitem__), tuple(filtered))
+
+
+def _perplexity(value: float, score: SpanScore) -> float:
+    if score == "perplexity":
+        return value
+    return 2.0**value if value < 1000 else math.inf

@@ -1,0 +1,92 @@
+"""Words in what a model writes: where they end, and what text of some ids makes a span of them."""
+
+import codecs
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import regex
+
+from .token_bytes import CONTROL, TokenBytes
+
+# As in `str.isspace`.
+_SPACE = "\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_SPACELESS = "".join(
+    rf"\p{{Script={script}}}" for script in ("Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar")
+)
+_STRETCH = regex.compile(f"[^{_SPACE}]+")
+_WORD = regex.compile(rf"(?=[{_SPACELESS}])\X|(?:(?![{_SPACELESS}])\X)+")
+_ESCAPED_BYTES = dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd")
+
+
+def word_ends(text: str) -> Iterator[int]:
+    """Yield where each word of a text ends.
+
+    A word is a run of characters that are no white space, or a grapheme of a script that is written without spaces
+    (Han, Hiragana, Katakana, Thai, Lao, Khmer, Myanmar).
+    """
+    for stretch in _STRETCH.finditer(text):
+        for word in _WORD.finditer(text, *stretch.span()):
+            yield word.end()
+
+
+def end_of_words(text: str, count: int) -> int | None:
+    """Find where the first `count` words of a text end; None if they are not complete.
+
+    A word is complete when something follows it.
+    """
+    for n, end in enumerate(word_ends(text), start=1):
+        if n == count:
+            return end if end < len(text) else None
+    return None
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span of words as one member wrote it.
+
+    Attributes:
+        data: What it writes, without what only showed its completion.
+        has_eos: Whether the text ends with it.
+        is_complete: Whether nothing that the member writes next can change it.
+    """
+
+    data: bytes
+    has_eos: bool
+    is_complete: bool
+
+
+def read_span(
+    ids: Sequence[int],
+    token_bytes: TokenBytes,
+    eos_ids: Collection[int],
+    span_length: int,
+    max_tokens: int,
+    begun: bytes = b"",
+) -> Span:
+    """Read a span of at most `span_length` words from the beginning of what a member wrote.
+
+    Args:
+        ids: Ids that the member wrote since the span began.
+        token_bytes: What its ids write.
+        eos_ids: Ids that end a text. One that writes text ends the span after what it writes, if no word was complete
+            before that; the others make it end with EOS.
+        span_length: Number of words.
+        max_tokens: Number of ids after which the span ends anywhere; an unfinished character is cut off.
+        begun: Bytes of an unfinished character before the span.
+    """
+    data = begun
+    has_eos = is_at_end = False
+    for i in ids[:max_tokens]:
+        data += token_bytes.write([i])
+        if i in eos_ids:
+            is_at_end = True
+            has_eos = i < token_bytes.num_ids and bool(token_bytes.kinds[i] == CONTROL)
+            break
+    # Bytes that are no text keep their number: one character each.
+    text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(data)
+    end = end_of_words(text.translate(_ESCAPED_BYTES), span_length)
+    if end is not None:
+        return Span(text[:end].encode("utf-8", "surrogateescape")[len(begun) :], False, True)
+    if is_at_end:
+        return Span(data[len(begun) :], has_eos, True)
+    return Span(text.encode("utf-8", "surrogateescape")[len(begun) :], False, len(ids) >= max_tokens)
