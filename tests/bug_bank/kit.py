@@ -4,6 +4,7 @@ Which section of the bug bank stands in which file, and every case's place, is i
 """
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,19 @@ from tests.contracts import METHODS, make_ensemble
 from tests.reference import ReferenceMember
 
 each_method = pytest.mark.parametrize("method", METHODS)
+
+
+def methods_by_turns(**values: Sequence) -> Any:
+    """Parametrize over all combinations of values, with GaC and UniTE by turns (they differ little in such cases)."""
+    params = []
+    for places in itertools.product(*(range(len(of_one)) for of_one in values.values())):
+        chosen = [of_one[n] for of_one, n in zip(values.values(), places, strict=True)]
+        method = METHODS[sum(places) % len(METHODS)]
+        names = [" + ".join(one) if isinstance(one, tuple) else str(one) for one in chosen]
+        params.append(pytest.param(method, *chosen, id="-".join([*names, method])))
+    return pytest.mark.parametrize(("method", *values), params)
+
+
 control_tokens_may_be_chosen = pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 members_may_be_lossy = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -35,6 +35,7 @@ from .kit import (
     ensemble_of,
     id_of,
     members_may_be_lossy,
+    methods_by_turns,
     output_ids,
     ready,
     spelling,
@@ -144,9 +145,7 @@ SEAMS = (
 )
 
 
-@each_method
-@pytest.mark.parametrize("other", ["metaspace", "llama2", "unigram"])
-@pytest.mark.parametrize("is_primary", [True, False])
+@methods_by_turns(other=["metaspace", "llama2", "unigram"], is_primary=[True, False])
 def test_the_space_before_the_first_new_word_is_there_once(method, other, is_primary):
     """A5: One space after a bare prompt, none after one that ends in white space; streamed and final."""
     names = (other, "smol") if is_primary else ("smol", other)
@@ -172,8 +171,7 @@ def test_spaces_between_all_words_are_kept(method, names):
 # --- A6 -------------------------------------------------------------------------------------------------------------
 
 
-@each_method
-@pytest.mark.parametrize("names", [*PAIRS, ("with_bos", "gemma"), ("gemma", "with_bos")], ids=" + ".join)
+@methods_by_turns(names=[*PAIRS, ("with_bos", "gemma"), ("gemma", "with_bos")])
 def test_each_member_has_its_own_start_token_once_at_the_start(method, names):
     """A6: Recorded over more than twenty steps, however often the text is encoded again."""
     prompt = "Once upon a time"
@@ -436,8 +434,7 @@ def test_prompt_and_continuation_meet_without_loss(method, names):
         assert {tuple(ensemble.tokenizers[1](whole)["input_ids"]) for whole in wholes} <= contexts
 
 
-@each_method
-@pytest.mark.parametrize("name", ["smol", "gemma"])
+@methods_by_turns(name=["smol", "gemma"])
 @control_tokens_may_be_chosen
 def test_one_member_or_all_weight_on_it_is_that_member_at_every_seam(method, name):
     """A11: O1, trailing space included."""
@@ -522,8 +519,7 @@ def test_fragments_of_any_shape_keep_all_their_parts():
         assert union.entry(union.member_to_union[1][vocab[token]]) == shape
 
 
-@each_method
-@pytest.mark.parametrize("names", [*PAIRS, ("smol", "unigram"), ("unigram", "qwen")], ids=" + ".join)
+@methods_by_turns(names=[*PAIRS, ("smol", "unigram"), ("unigram", "qwen")])
 def test_characters_in_pieces_come_out_whole(method, names):
     """A13: Thai, Hebrew, Chinese and emoji, of which one member writes characters and the other bytes."""
     wholes = [tiny.THAI[0][:16], tiny.HEBREW[1][:16], tiny.CHINESE[1], "I 😀👩‍💻👍🏽!"]

@@ -25,7 +25,9 @@ from .kit import (
     each_method,
     ensemble_of,
     id_of,
+    methods_by_turns,
     output_ids,
+    spelling,
     texts_of,
     texts_shown_to,
     tokenizer_of,
@@ -61,8 +63,7 @@ def test_a_list_of_strings_is_padded_on_the_left_whatever_the_member_prefers(met
 
 
 @each_method
-@pytest.mark.parametrize("weights", [None, [1, 0]])
-@pytest.mark.parametrize("recipe", CORE_RECIPES, ids=str)
+@pytest.mark.parametrize(("recipe", "weights"), [(CORE_RECIPES[0], None), (CORE_RECIPES[2], [1, 0])], ids=str)
 def test_ids_padded_by_the_members_own_tokenizer_are_repacked(method, weights, recipe):
     """B1: Also where the primary runs alone, and where padding stands on both sides or in the middle of a row."""
     ensemble = recipe.ensemble
@@ -100,9 +101,7 @@ def test_padding_and_markers_of_one_member_are_no_text_for_another(method, names
         assert {text for text in shown if "<" in text.removeprefix(bos) or "|" in text.removeprefix(bos)} == set()
 
 
-@each_method
-@pytest.mark.parametrize("side", ["left", "right"])
-@each_pair
+@methods_by_turns(side=["left", "right"], names=[("smol", "gemma"), ("gemma", "smol")])
 def test_what_stands_under_a_mask_of_zero_changes_nothing(method, side, names):
     """B4: The pad id replaced by words, BOS, EOS or the unknown token; distributions are the same too."""
     tokenizers = [tokenizer_of(name) for name in names]
@@ -136,16 +135,19 @@ def test_without_a_mask_leading_padding_is_seen_as_such(method):
 
 
 @each_method
-@pytest.mark.parametrize("names", [("small", "gemma"), ("gemma", "small"), ("smol", "gemma"), ("unigram", "smol")])
+@pytest.mark.parametrize("names", [("small", "gemma"), ("gemma", "smol")], ids=" + ".join)
 def test_rows_of_unlike_progress_do_not_touch_each_other(method, names):
     """B5: One row ends at once, one after two ids, one late; one takes one id here and six there, one the reverse."""
     wholes = {
         "One": "",
         "Two": "!",
-        "Three": " capital of Frankreich ist 法国的首都是巴黎。",
-        "Four, a long prompt": tiny.THAI[2],
+        "Three": " capital of Frank",
+        "Four, a long prompt": tiny.THAI[2][:8],
         "Five": "\n\n\n\t\t\t\t",
+        "Six": " is Berlin",
     }
+    counts = [[len(spelling(tokenizer_of(name)).encode(new.encode())) for name in names] for new in wholes.values()]
+    assert {(a > b) - (a < b) for a, b in counts} == {-1, 0, 1}
     ensemble = duet(names, *(prompt + new for prompt, new in wholes.items()), method=method)
     prompts, texts = list(wholes), [prompt + new for prompt, new in wholes.items()]
     together = output_ids(ensemble, prompts, max_new_tokens=90)
@@ -173,8 +175,7 @@ def test_a_member_is_not_asked_about_rows_that_have_ended(method):
 # --- B6 -------------------------------------------------------------------------------------------------------------
 
 
-@each_method
-@pytest.mark.parametrize("index", [0, 1])
+@methods_by_turns(index=[0, 1])
 def test_a_mixture_of_experts_saved_from_training_is_as_good_as_any(method, index):
     """B6: Router logits switched on in its configuration, which stays as it is; a left-padded batch of two."""
     tokenizers = [tokenizer_of("smol"), tokenizer_of("gemma")]

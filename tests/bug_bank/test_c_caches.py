@@ -32,7 +32,7 @@ from tests.contracts import (
 )
 from tests.reference import Reference
 
-from .kit import control_tokens_may_be_chosen, each_method, tokenizer_of
+from .kit import control_tokens_may_be_chosen, each_method, methods_by_turns, tokenizer_of
 
 pytestmark = control_tokens_may_be_chosen
 
@@ -51,8 +51,7 @@ def test_an_empty_prompt_grows_like_any_other(method, recipe):
         assert found[: 1 + len(expected)] == [*start, *expected]
 
 
-@each_method
-@pytest.mark.parametrize("recipe", RECURRENT, ids=str)
+@methods_by_turns(recipe=RECURRENT)
 def test_a_recurrent_member_gives_the_text_of_fresh_forwards(method, recipe):
     """C4: Over thirty ids, as primary and as assistant."""
     ensemble = recipe.ensemble
@@ -64,15 +63,7 @@ def test_a_recurrent_member_gives_the_text_of_fresh_forwards(method, recipe):
 
 
 @each_method
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        CORE_RECIPES[0],
-        Recipe((("llama", "smol"), ("mamba", "gemma"))),
-        Recipe((("jamba", "byte-level"), ("lfm2", "gemma"))),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("recipe", [Recipe((("jamba", "byte-level"), ("lfm2", "gemma")))], ids=str)
 def test_beams_are_moved_in_every_members_cache(method, recipe):
     """C5: Each of three hypotheses of twelve ids has the score of fresh forwards; recurrent members too."""
     ensemble = recipe.ensemble
@@ -89,8 +80,7 @@ def test_beams_are_moved_in_every_members_cache(method, recipe):
         assert score == pytest.approx(sum(math.log(columns[t][new[t]]) for t in range(end)), abs=1e-3)
 
 
-@each_method
-@pytest.mark.parametrize("recipe", [CORE_RECIPES[2], RECURRENT[0]], ids=str)
+@methods_by_turns(recipe=[CORE_RECIPES[2], RECURRENT[0]])
 def test_a_call_between_two_alike_leaves_no_trace(method, recipe):
     """C6: A, B, A, where B is another method, batch, length and way of decoding, or fails half-way."""
     ensemble = recipe.ensemble

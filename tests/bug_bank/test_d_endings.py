@@ -23,6 +23,7 @@ from .kit import (
     each_method,
     ensemble_of,
     id_of,
+    methods_by_turns,
     output_ids,
     ready,
     spelling,
@@ -217,9 +218,7 @@ def test_the_tokenizers_end_is_used_where_no_configuration_names_one(method):
 # --- D6 and D7 ------------------------------------------------------------------------------------------------------
 
 
-@each_method
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 8])
-@pytest.mark.parametrize("names", [("smol", "gemma"), ("gemma", "smol")], ids=" + ".join)
+@methods_by_turns(count=[1, 2, 5, 8], names=[("smol", "gemma"), ("gemma", "smol")])
 def test_the_budget_counts_the_primarys_ids_exactly(method, count, names):
     """D6: Thai, of which one id of one member is many of the other: never more, never fewer."""
     tokenizers = [tokenizer_of(name) for name in names]
@@ -250,9 +249,7 @@ def test_without_a_length_the_default_is_that_of_transformers(method):
     assert said[0] == said[1]
 
 
-@each_method
-@pytest.mark.parametrize("names", [("smol", "gemma"), ("gemma", "smol")], ids=" + ".join)
-@pytest.mark.parametrize("stop", ["king", "s a ki", "今天"])
+@methods_by_turns(names=[("smol", "gemma"), ("gemma", "smol")], stop=["king", "s a ki", "今天"])
 def test_stop_strings_of_the_configuration_stop_wherever_they_are_cut(method, names, stop):
     """D7: No tokenizer passed, in a batch: across words, inside entries, and in characters that come in pieces."""
     whole = "There was a king. 今天天气很好。"

@@ -35,6 +35,7 @@ from .kit import (
     ensemble_of,
     id_of,
     members_may_be_lossy,
+    methods_by_turns,
     output_ids,
     spelling,
     tokenizer_of,
@@ -57,8 +58,7 @@ def settings(model, **options):
 # --- E1 and E2 ------------------------------------------------------------------------------------------------------
 
 
-@each_method
-@pytest.mark.parametrize("way", ["argument", "config"])
+@methods_by_turns(way=["argument", "config"])
 def test_an_explicit_greedy_wins_over_a_members_sampling_default(method, way):
     """E1: Six calls are alike, and like the greedy text of members without such defaults."""
     models, tokenizers = pair()
@@ -160,8 +160,7 @@ def test_a_generation_config_that_cannot_be_saved_fails_before_anything_is_writt
     assert EnsembleForCausalLM.from_pretrained(target).generation_config.do_sample is True
 
 
-@each_method
-@pytest.mark.parametrize("name", ["smol", "wordpiece"])
+@methods_by_turns(name=["smol", "wordpiece"])
 def test_token_type_ids_are_tolerated(method, name):
     """E4: A tokenizer's output, unpacked into the call."""
     tokenizer = tokenizer_of(name)
@@ -239,31 +238,24 @@ def test_the_pipeline_takes_an_ensemble_without_a_word(given, logged, tmp_path):
     assert not [m for m in logged if "support" in m.lower()]
 
 
-@each_method
+CUTS = {"King , Gertrude": " , and", "ﬁle ": "ﬁ x", "ends ": "here", "a\n": "\n b", "½": " x²", "今天": "天气"}
+
+
+@methods_by_turns(names=[("smol", "gemma"), ("gemma", "smol"), ("nfkc", "gemma")])
 @members_may_be_lossy
-@pytest.mark.parametrize("names", [("smol", "gemma"), ("gemma", "smol"), ("nfkc", "gemma")], ids=" + ".join)
-@pytest.mark.parametrize(
-    ("prompt", "new"),
-    [
-        ("King , Gertrude", " , and"),
-        ("ﬁle ", "ﬁ x"),
-        ("ends ", "here"),
-        ("a\n", "\n b"),
-        ("½", " x²"),
-        ("今天", "天气"),
-    ],
-)
-def test_only_the_new_text_is_exactly_that(method, names, prompt, new):
+def test_only_the_new_text_is_exactly_that(method, names):
     """E6: And the full text is the input and the new text; what the primary makes of the input does not matter."""
     first, second = (tokenizer_of(name) for name in names)
-    # Its view of the prompt, as far as it has one of its own.
-    seen = spelling(first).text_of_prompt(first(prompt)["input_ids"]).decode()
-    members = [(first, writer(first, seen + new)), (second, writer(second, seen + new))]
-    ensemble = ensemble_of(*members, method=method)
+    # Its view of each prompt, as far as it has one of its own.
+    seen = {prompt: spelling(first).text_of_prompt(first(prompt)["input_ids"]).decode() for prompt in CUTS}
+    wholes = [seen[prompt] + new for prompt, new in CUTS.items()]
+    ensemble = ensemble_of((first, writer(first, *wholes)), (second, writer(second, *wholes)), method=method)
     generate = pipeline("text-generation", model=ensemble, tokenizer=ensemble.tokenizer)
     options = {"max_new_tokens": 30, "do_sample": False}
-    assert generate(prompt, return_full_text=False, **options)[0]["generated_text"] == new
-    assert generate(prompt, **options)[0]["generated_text"] == prompt + new
+    for prompt, new in CUTS.items():
+        assert generate(prompt, return_full_text=False, **options)[0]["generated_text"] == new
+    found = generate(list(CUTS), batch_size=3, **options)
+    assert [one[0]["generated_text"] for one in found] == [prompt + new for prompt, new in CUTS.items()]
 
 
 @each_method
@@ -354,9 +346,7 @@ class Silent(Recorder):
         super().end()
 
 
-@each_method
-@pytest.mark.parametrize("names", [("smol", "gemma"), ("gemma", "smol"), ("unigram", "smol")], ids=" + ".join)
-@pytest.mark.parametrize("skip_prompt", [True, False])
+@methods_by_turns(names=[("smol", "gemma"), ("gemma", "smol"), ("unigram", "smol")], skip_prompt=[True, False])
 def test_streamed_characters_in_pieces_are_the_final_text(method, names, skip_prompt):
     """E10: O7 for Chinese, emoji and Thai; the prompt is sent once, and the end is told once."""
     whole = "Say 今天天气很好。😀 👍🏽 ไทย\nend"

@@ -23,7 +23,7 @@ from hf_ensemble import (
     VocabularyError,
 )
 from tests import tiny
-from tests.contracts import CORE_RECIPES, changed_logits, from_call, make_ensemble, padded, prompt_rows, run
+from tests.contracts import CORE_RECIPES, changed_logits, make_ensemble, padded, prompt_rows, run
 
 from .kit import control_tokens_may_be_chosen, each_method, ensemble_of, id_of, output_ids, ready, tokenizer_of
 
@@ -324,4 +324,3 @@ def test_huge_logits_do_not_overflow_in_the_mixture(method):
     p = 1 / (1 + torch.tensor(-1.0).exp().item())
     found = output.logits[0][0].exp()[[a, b]].tolist()
     assert found == pytest.approx([(p + 0.4) / 2, (1 - p + 0.6) / 2], abs=1e-2)
-    assert from_call(0, abs)(-1) == 1

@@ -19,7 +19,7 @@ from hf_ensemble import ConfigurationError
 from tests import tiny
 from tests.contracts import make_ensemble
 
-from .kit import control_tokens_may_be_chosen, duet, each_method, output_ids, tokenizer_of
+from .kit import control_tokens_may_be_chosen, duet, methods_by_turns, output_ids, tokenizer_of
 
 pytestmark = control_tokens_may_be_chosen
 
@@ -40,8 +40,7 @@ def dtypes_of(ensemble):
     return [{p.dtype for p in model.parameters()} for model in ensemble.members]
 
 
-@each_method
-@pytest.mark.parametrize("cast", CASTS)
+@methods_by_turns(cast=list(CASTS))
 def test_every_member_is_cast_and_still_works(method, cast):
     """H2: What comes back is the ensemble itself, and it still decodes."""
     ensemble = fresh()

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, TextIteratorStreamer, pipeline
 
-from hf_ensemble import ConfigurationError, EnsembleForCausalLM, GacConfig, MemberConfig, MemberError, UniteConfig
+from hf_ensemble import ConfigurationError, EnsembleForCausalLM, GacConfig, MemberError, UniteConfig
 from tests import tiny
 from tests.contracts import (
     CORE_RECIPES,
@@ -43,6 +43,7 @@ from .kit import (
     each_method,
     ensemble_of,
     id_of,
+    methods_by_turns,
     output_ids,
     ready,
     spelling,
@@ -250,8 +251,7 @@ def test_a_reader_that_stops_reading_blocks_nothing(method):
 # --- I6 -------------------------------------------------------------------------------------------------------------
 
 
-@each_method
-@pytest.mark.parametrize("index", [0, 1])
+@methods_by_turns(index=[0, 1])
 def test_a_member_without_pad_and_end_works_in_a_batch(method, index):
     """I6: Any id under a mask of 0; neither the model nor the tokenizer is changed."""
     tokenizers = [tokenizer_of("gemma"), tokenizer_of("gemma")]
@@ -401,8 +401,7 @@ def test_more_candidates_than_there_are_entries_are_all_of_them(do_sample):
 # --- I9 -------------------------------------------------------------------------------------------------------------
 
 
-@each_method
-@pytest.mark.parametrize("place", ["processor", "criterion", "streamer", "primary", "assistant", "prefix function"])
+@methods_by_turns(place=["processor", "criterion", "streamer", "primary", "assistant", "prefix function"])
 def test_nothing_is_changed_by_a_call_that_fails(method, place):
     """I9: Training and grad mode, tokenizers, configurations and the random state, whatever fails at step 3."""
     ensemble = CORE_RECIPES[0].ensemble
@@ -447,4 +446,3 @@ def test_nothing_is_changed_by_a_call_that_fails(method, place):
     after = state_of(ensemble)
     for name, value in before.items():
         assert after[name] == value, name
-    assert MemberConfig() == MemberConfig()
