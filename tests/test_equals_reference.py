@@ -9,6 +9,8 @@ from hf_ensemble import EnsembleForCausalLM
 from tests import tiny
 from tests.reference import Reference, ReferenceMember
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = {
     "english": "The capital of France is",
     "german": "Die Hauptstadt von Österreich heißt",

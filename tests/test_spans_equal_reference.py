@@ -13,6 +13,8 @@ from tests.contracts import padded
 from tests.reference import ReferenceMember, split_begun
 from tests.reference_spans import ReferenceSpans, compare_rounds, word_ends
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = {
     "english": "The capital of France is",
     "german": "Die Hauptstadt von Österreich heißt",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import MethodConfig, method_config, normalize_weights
+from ..config import MethodConfig, SweetSpanConfig, method_config, normalize_weights
 from ..errors import ConfigurationError
 from ..member import Member
 from ..methods import build_method
@@ -119,6 +119,11 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         self._weights = normalize_weights(weights, len(models))
         self._union = UnionVocabulary([member.encoder for member in self._members])
         self._config = method_config(method)
+        if isinstance(self._config, SweetSpanConfig):
+            raise ConfigurationError(
+                "method 'sweetspan' decides over spans of several tokens, which no logits processor can do. Use "
+                "`EnsembleForCausalLM`."
+            )
         sources = (getattr(models[0], "generation_config", None), tokenizers[0])
         found = (getattr(source, "pad_token_id", None) for source in sources)
         self._pad = pad_token_id if pad_token_id is not None else next((i for i in found if i is not None), None)

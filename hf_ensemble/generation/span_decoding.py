@@ -7,7 +7,7 @@ import dataclasses
 import math
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -306,7 +306,8 @@ class SpanDecoder:
         is_empty = ~(scores.amax(-1) > -torch.inf)
         if not self._do_sample:
             return scores.argmax(-1), is_empty
-        probs = scores.masked_fill(is_empty[:, None], 0.0).softmax(-1)
+        # Rows that cannot be drawn from are reported when the host next looks; until then nothing may trip over them.
+        probs = scores.masked_fill(~scores.amax(-1, keepdim=True).isfinite(), 0.0).softmax(-1)
         return torch.multinomial(probs, 1)[:, 0], is_empty
 
     def _ban_early_ends(self, index: int, scores: Tensor, written: Tensor) -> Tensor:
@@ -335,21 +336,43 @@ class SpanDecoder:
         candidates = [
             SpanCandidate(data, has_eos, tuple(members))
             for (data, has_eos), members in proposers.items()
-            if (0 in members or self._encoder.encode(data) is not None) and (self._end_ids or not has_eos)
+            if (0 in members or self._encoder.encode(data) is not None)
+            and (self._end_ids or not has_eos)
+            and not self._ends_too_early(place, data)
         ]
+        if not proposers:
+            for index in self._taking_part(place):
+                limit, ids = self.members[index].max_positions, self._contexts[index][place].ids
+                if limit is not None and len(ids) + len(proposals[index].ids[place]) >= limit:
+                    self._warn_of_end(place, self.members[index])
+                    return []
         if not candidates:
-            unwritable = [data.decode("utf-8", "replace") + " and the end" * has_eos for data, has_eos in proposers]
-            raise MemberError(
-                f"no member proposed a span that can be written in row {self._rows[place]}, round "
-                f"{len(self.rounds[self._rows[place]]) + 1}: "
-                + (
-                    f"the primary {self.members[0].name!r} cannot write {unwritable[0]!r}. Make another member the "
-                    "primary."
-                    if unwritable
-                    else f"none wrote a whole character within `max_span_tokens={self.config.token_limit}` ids. Raise it."
-                )
-            )
+            raise self._no_candidate(place, proposers)
         return candidates
+
+    def _no_candidate(self, place: int, proposed: Iterable[tuple[bytes, bool]]) -> MemberError:
+        row, primary = self._rows[place], self.members[0].name
+        texts = [(data.decode("utf-8", "replace"), has_eos) for data, has_eos in proposed]
+        if texts and texts[0][1] and not self._end_ids:
+            reason = f"the primary {primary!r} has no id that ends a text. Pass `eos_token_id`."
+        elif texts:
+            reason = (
+                f"the primary {primary!r} cannot write {texts[0][0]!r}, or not before `min_new_tokens`. Make another "
+                "member the primary, or ask for fewer."
+            )
+        elif not self._taking_part(place):
+            names = ", ".join(repr(self.members[index].name) for index in self._contexts)
+            reason = f"the prompt ends inside a character, which {names} cannot continue. Give a whole character."
+        else:
+            reason = f"none wrote a whole character within `max_span_tokens={self.config.token_limit}` ids. Raise it."
+        return MemberError(
+            f"no member proposed a span that can be written in row {row}, round {len(self.rounds[row]) + 1}: {reason}"
+        )
+
+    def _ends_too_early(self, place: int, data: bytes) -> bool:
+        """Whether a span holds an id that ends the primary's text before it may end."""
+        missing = self._min_new - self._num_decided[self._rows[place]]
+        return missing > 0 and not set(self._eos_ids[0]).isdisjoint((self._encoder.encode(data) or [])[:missing])
 
     def _read(
         self, index: int, proposed: _Proposals, candidates: Sequence[Sequence[SpanCandidate]]
@@ -372,7 +395,9 @@ class SpanDecoder:
                     reading.log_prob = sum(log_probs[: len(new)])
                     if candidate.has_eos:
                         reading.log_prob += proposed.eos_log_probs[place][len(new)]
-                if candidate.has_eos and index in candidate.proposers:
+                        reading.eos_id = proposed.best_eos[place][len(new)]
+                elif candidate.has_eos and index in candidate.proposers:
+                    # In case it is not scored, since all agree.
                     reading.eos_id = proposed.best_eos[place][len(own) - 1]
                 readings[-1].append(reading)
         return readings

@@ -69,6 +69,9 @@ class SpanStoppingCriteria(StoppingCriteria):
             self._before = input_ids
             start = self._found_start
         done = [self.read(row, ids).is_complete for row, ids in enumerate(input_ids[:, start:].tolist())]
+        if all(done):
+            # What continues this text is another span.
+            self._before = None
         return torch.tensor(done, device=input_ids.device)  # type: ignore[return-value]
 
     def read(self, row: int, ids: Sequence[int]) -> Span:
