@@ -121,7 +121,8 @@ def run(model, rows: Sequence[Sequence[int]] | dict[str, Tensor], **options: Any
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the primary .* wrote the control token")
         output = model.generate(**rows, **{**settings, **options})
-    output.num_new = output.sequences.shape[1] - rows["input_ids"].shape[1]
+    if not isinstance(output, Tensor):
+        output.num_new = output.sequences.shape[1] - rows["input_ids"].shape[1]
     return output
 
 

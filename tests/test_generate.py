@@ -775,7 +775,7 @@ REFUSED = {
     "all be 0": {"weights": [0, 0]},
     "finite": {"weights": [math.nan, 1]},
     "must be finite": {"weights": [math.inf, 1]},
-    "gac, unite": {"method": "average"},
+    "gac, sweetspan, unite": {"method": "average"},
 }
 
 
