@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from transformers.cache_utils import DynamicLayer
 
 from .errors import ConfigurationError, MemberError
+from .vocabulary.context import num_common
 from .vocabulary.encoding import ByteEncoder
 from .vocabulary.token_bytes import CONTROL, TokenBytes
 
@@ -227,7 +228,7 @@ class _FixedContext:
         self.num_kept = 0
 
     def change(self, ids: list[int]) -> None:
-        self.num_kept = min(self.num_kept, _num_common(self.ids, ids))
+        self.num_kept = min(self.num_kept, num_common(self.ids, ids))
         self.ids = list(ids)
 
 
@@ -287,7 +288,7 @@ class MemberState(Generic[C]):
         """Follow other contexts from now on; of what is cached, what they have in common with the last ones stays."""
         for old, new in zip(self.contexts, contexts, strict=True):
             cached = old.ids[: old.num_kept]
-            new.num_kept = len(cached) if new.ids[: len(cached)] == cached else _num_common(cached, new.ids)
+            new.num_kept = len(cached) if new.ids[: len(cached)] == cached else num_common(cached, new.ids)
         self.contexts = list(contexts)
 
     def hold(self) -> None:
@@ -318,11 +319,6 @@ class MemberState(Generic[C]):
         self._lengths = [self._lengths[row] for row in rows] if self._lengths else []
         if self._logits is not None:
             self._logits = self._logits[torch.tensor(list(rows), device=self._logits.device, dtype=torch.long)]
-
-
-def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading ids are the same."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _join_rows(a: Tensor, b: Tensor, missing: int) -> Tensor:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from decode import PROMPT
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
 from turns import OwnLoop
@@ -28,11 +29,6 @@ import hf_ensemble
 from hf_ensemble import EnsembleForCausalLM, SweetSpanConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-PROMPT = (
-    "The history of the city begins with a small settlement at the river. Over the centuries it grew, traded with its "
-    "neighbours, burned down twice and was built again, each time with wider streets."
-)
 
 
 def push_along(model, ids: torch.Tensor) -> None:

@@ -109,6 +109,10 @@ class MemberContext:
         self.sits_out = begun is None
         new += begun or []
         old = self.ids[num_frozen:]
-        same = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-        self.num_kept = min(self.num_kept, num_frozen + same)
+        self.num_kept = min(self.num_kept, num_frozen + num_common(old, new))
         self.ids[num_frozen:] = new
+
+
+def num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading ids are the same."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -37,9 +37,8 @@ from tests.bug_bank.kit import (
     tokenizer_of,
     writer,
 )
-from tests.contracts import CORE_RECIPES, Recorder, changed_logits, make_ensemble, padded, prompt_rows
+from tests.contracts import CORE_RECIPES, SPANS, Recorder, changed_logits, make_ensemble, padded, prompt_rows
 
-SPANS = "sweetspan"
 ENGLISH = "The cat sat on the mat, and the rat sat on the hat."
 GERMAN = "Größe, Straße und Übermut: schöne Wörter mit Umlauten."
 THAI = "วันนี้อากาศดีมาก เราไปเที่ยวกันเถอะ"
@@ -593,14 +592,19 @@ def with_positions(limit, names=("small", "gemma"), limited=(0,), whole=ENGLISH)
     return ready(make_ensemble(models, tokenizers, method=SPANS))
 
 
-@pytest.mark.parametrize("limited", [0, 1])
-def test_a_prompt_too_long_for_a_member_is_refused_before_any_forward(limited):
+def with_a_gpt2(limited):
+    """Random members, of which one has 64 learned positions."""
     names = ["smol", "gemma"]
     models = [tiny.tiny_llama(tokenizer_of(name), seed=1) for name in names]
     models[limited] = tiny.tiny_gpt2(tokenizer_of(names[limited]), n_positions=64)
-    ensemble = make_ensemble(models, [tokenizer_of(name) for name in names], method=SPANS)
+    return make_ensemble(models, [tokenizer_of(name) for name in names], method=SPANS)
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+def test_a_prompt_too_long_for_a_member_is_refused_before_any_forward(limited):
+    ensemble = with_a_gpt2(limited)
     calls = []
-    for model in models:
+    for model in ensemble.members:
         model.register_forward_pre_hook(lambda *args: calls.append(1))
     with pytest.raises(ConfigurationError, match=f"'member-{limited}' has positions for 64"):
         generate(ensemble, "xq" * 60)
@@ -609,10 +613,7 @@ def test_a_prompt_too_long_for_a_member_is_refused_before_any_forward(limited):
 
 @pytest.mark.parametrize("limited", [0, 1])
 def test_a_row_whose_positions_run_out_ends_with_a_warning(limited):
-    names = ["smol", "gemma"]
-    models = [tiny.tiny_llama(tokenizer_of(name), seed=1) for name in names]
-    models[limited] = tiny.tiny_gpt2(tokenizer_of(names[limited]), n_positions=64)
-    ensemble = make_ensemble(models, [tokenizer_of(name) for name in names], method=SPANS)
+    ensemble = with_a_gpt2(limited)
     with pytest.warns(UserWarning, match=f"ends after .* member 'member-{limited}' has positions for 64"):
         output = generate(ensemble, "xq" * 22, max_new_tokens=60)
     assert output.shape[1] > len(ensemble.tokenizer("xq" * 22)["input_ids"])

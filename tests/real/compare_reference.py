@@ -12,6 +12,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -114,6 +115,37 @@ class Pair:
         return {"equal": largest < 1e-4, "tokens": len(ids), "of": len(ids), "largest difference": largest}
 
 
+def run_cases(cases: Iterable[tuple[str, Callable[[], dict]]], state: Path, only: Sequence[str]) -> list[dict]:
+    """Run the cases, given by name, that are not in the file of finished ones yet, and return all that are.
+
+    Args:
+        cases: Names, and what gives each result.
+        state: The file, one JSON line a case.
+        only: Run only cases whose name holds all of these.
+    """
+    done = {}
+    if state.exists():
+        done = {case["case"]: case for case in map(json.loads, state.read_text("utf-8").splitlines())}
+    for name, compare in tqdm(list(cases), unit="case"):
+        if name in done or not all(word in name for word in only):
+            continue
+        start = time.perf_counter()
+        result = compare()
+        done[name] = {"case": name, **result, "seconds": round(time.perf_counter() - start)}
+        with state.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(done[name]) + "\n")
+    return list(done.values())
+
+
+pair_of = functools.cache(Pair)
+
+
+def _compare(primary: int, method: str, prompt: str, num_tokens: int) -> dict:
+    if prompt == "long":
+        return pair_of(primary).compare_long(method)
+    return pair_of(primary).compare_text(method, PROMPTS[prompt], num_tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--state", type=Path, required=True, help="file of finished cases")
@@ -121,27 +153,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name holds all of these")
     args = parser.parse_args()
     names = [path.name for path in demo_model_paths()]
-    done = {}
-    if args.state.exists():
-        done = {case["case"]: case for case in map(json.loads, args.state.read_text("utf-8").splitlines())}
-    pairs: dict[int, Pair] = {}
-    cases = list(itertools.product((0, 1), ("unite", "gac"), (*PROMPTS, "long")))
-    for primary, method, prompt in tqdm(cases, unit="case"):
-        case = f"{method}, {names[primary]} first, {prompt}, {NUM_LONG_TOKENS if prompt == 'long' else args.tokens}"
-        if case in done or not all(word in case for word in args.only):
-            continue
-        if primary not in pairs:
-            pairs[primary] = Pair(primary)
-        start = time.perf_counter()
-        if prompt == "long":
-            result = pairs[primary].compare_long(method)
-        else:
-            result = pairs[primary].compare_text(method, PROMPTS[prompt], args.tokens)
-        done[case] = {"case": case, **result, "seconds": round(time.perf_counter() - start)}
-        with args.state.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(done[case]) + "\n")
+    cases = []
+    for primary, method, prompt in itertools.product((0, 1), ("unite", "gac"), (*PROMPTS, "long")):
+        name = f"{method}, {names[primary]} first, {prompt}, {NUM_LONG_TOKENS if prompt == 'long' else args.tokens}"
+        cases.append((name, functools.partial(_compare, primary, method, prompt, args.tokens)))
+    done = run_cases(cases, args.state, args.only)
     print("\n| case | equal | tokens | least margin or largest difference | s |\n|---|---|---|---|---|")
-    for case in done.values():
+    for case in done:
         figure = case.get("least margin", case.get("largest difference"))
         print(
             f"| {case['case']} | {case['equal']} | {case['tokens']} of {case['of']} | {figure:.2g} | {case['seconds']} |"

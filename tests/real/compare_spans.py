@@ -7,13 +7,10 @@ and takes minutes. Finished cases are kept in a file, one JSON line each, and ar
 """
 
 import argparse
+import functools
 import itertools
-import json
 import sys
-import time
 from pathlib import Path
-
-from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -21,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from demo_models import demo_model_paths  # noqa: E402
 
 from hf_ensemble import SweetSpanConfig  # noqa: E402
-from tests.real.compare_reference import PROMPTS, Pair  # noqa: E402
+from tests.real.compare_reference import PROMPTS, Pair, pair_of, run_cases  # noqa: E402
 from tests.reference_spans import ReferenceSpans, compare_rounds  # noqa: E402
 
 SPAN_LENGTHS = (4, 1, 8, 2)
@@ -62,6 +59,10 @@ def compare_spans(pair: Pair, prompt: str, span_length: int, score: str, filter_
     }
 
 
+def _compare(primary: int, *options) -> dict:
+    return compare_spans(pair_of(primary), *options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--state", type=Path, required=True, help="file of finished cases")
@@ -69,31 +70,22 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name holds all of these")
     args = parser.parse_args()
     names = [path.name for path in demo_model_paths()]
-    done = {}
-    if args.state.exists():
-        done = {case["case"]: case for case in map(json.loads, args.state.read_text("utf-8").splitlines())}
-    pairs: dict[int, Pair] = {}
-    cases = list(itertools.product(SPAN_LENGTHS, SCORES, PROMPTS, (0, 1)))
-    for turn, (span_length, score, prompt, primary) in enumerate(tqdm(cases, unit="case")):
-        filter_ratio = FILTER_RATIOS[turn % len(FILTER_RATIOS)]
+    cases = []
+    turns = itertools.product(SPAN_LENGTHS, SCORES, PROMPTS, (0, 1))
+    for (span_length, score, prompt, primary), filter_ratio in zip(
+        turns, itertools.cycle(FILTER_RATIOS), strict=False
+    ):
         name = f"{names[primary]} first, {prompt}, {score}, {filter_ratio:g}, L = {span_length}, {args.words} words"
-        if name in done or not all(word in name for word in args.only):
-            continue
-        if primary not in pairs:
-            pairs[primary] = Pair(primary)
-        start = time.perf_counter()
-        num_rounds = max(args.words // span_length, 1)
-        result = compare_spans(pairs[primary], PROMPTS[prompt], span_length, score, filter_ratio, num_rounds)
-        done[name] = {"case": name, **result, "seconds": round(time.perf_counter() - start)}
-        with args.state.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(done[name]) + "\n")
+        options = (PROMPTS[prompt], span_length, score, filter_ratio, max(args.words // span_length, 1))
+        cases.append((name, functools.partial(_compare, primary, *options)))
+    done = run_cases(cases, args.state, args.only)
     print("\n| case | equal | rounds | agreed | ids | least margin | s |\n|---|---|---|---|---|---|---|")
-    for case in done.values():
+    for case in done:
         print(
             f"| {case['case']} | {case['equal']} | {case['rounds']} of {case['of']} | {case['agreed']} "
             f"| {case['ids']} | {case['least margin']:.2g} | {case['seconds']} |"
         )
-    for case in done.values():
+    for case in done:
         if not case["equal"]:
             print(f"\n{case['case']}: {case['difference']}")
 
