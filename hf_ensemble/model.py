@@ -695,7 +695,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             if len(self._methods) >= _MAX_METHODS:
                 self._methods.clear()
             self._methods[key] = build_method(
-                config, self.union_vocabulary, eos_ids_of(self._members, eos_ids), device
+                config, self._members, self.union_vocabulary, eos_ids_of(self._members, eos_ids), device
             )
         return self._methods[key]
 

@@ -148,5 +148,5 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         if self._pad is not None:
             mask = (input_ids != self._pad).long().cummax(-1).values
         eos_ids = eos_ids_of(self._members, self._members[0].eos_token_ids)
-        method = build_method(self._config, self._union, eos_ids, scores.device)
+        method = build_method(self._config, self._members, self._union, eos_ids, scores.device)
         return TokenFusion(self._members, method, self._weights, input_ids, mask, is_wide=False)

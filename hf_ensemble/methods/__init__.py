@@ -6,6 +6,7 @@ import torch
 
 from ..config import GacConfig, MethodConfig, UniteConfig
 from ..errors import ConfigurationError
+from ..member import Member
 from ..vocabulary.union import UnionVocabulary
 from .base import TokenMethod
 from .gac import Gac
@@ -13,12 +14,17 @@ from .unite import Unite
 
 
 def build_method(
-    config: MethodConfig, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+    config: MethodConfig,
+    members: Sequence[Member],
+    union: UnionVocabulary,
+    eos_ids: Sequence[Sequence[int]],
+    device: torch.device,
 ) -> TokenMethod:
     """Build a token-level method for a set of members.
 
     Args:
         config: The method's options.
+        members: The members; the first is the primary.
         union: The members' union vocabulary.
         eos_ids: For each member, the ids that end a text.
         device: Where the primary's logits are.

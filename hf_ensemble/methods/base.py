@@ -94,6 +94,8 @@ class TokenMethod(ABC):
 
     resync: Resync
     is_wide: bool
+    is_capturable: bool = True
+    """Whether `mix` does the same kernels at every step, with no look at the host, so that a CUDA graph can hold it."""
 
     def __init__(self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device):
         self.union = union

@@ -32,7 +32,7 @@ class CapturedMix:
 
     def __call__(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """As `TokenMethod.mix`. The result is the caller's own."""
-        if not weights.is_cuda or torch.cuda.is_current_stream_capturing():
+        if not weights.is_cuda or not self._method.is_capturable or torch.cuda.is_current_stream_capturing():
             return self._method.mix(logits, weights)
         shapes = tuple(None if member_logits is None else member_logits.shape for member_logits in logits)
         if shapes != self._shapes:
