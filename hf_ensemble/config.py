@@ -17,16 +17,91 @@ class MethodConfig:
 
     name: ClassVar[str]
 
+    @property
+    def takes_weights_as_given(self) -> bool:
+        """Whether mixing weights may be negative and need not sum to 1."""
+        return False
+
+    @property
+    def gate_rule(self) -> tuple[int, float] | None:
+        """The gate member's number and the threshold; None for no gate."""
+        return None
+
+    def check_members(self, num_members: int) -> None:
+        """Check the options against the number of members.
+
+        Raises:
+            ConfigurationError: If the gate is no member.
+        """
+        if self.gate_rule is not None and self.gate_rule[0] >= num_members:
+            raise ConfigurationError(
+                f"`gate` is {self.gate_rule[0]}, but the ensemble's members are numbered from 0 to {num_members - 1}."
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """The method's name and options, as they are saved."""
         return {"name": self.name, **dataclasses.asdict(self)}
 
 
+def _check_gate(threshold: float | None, gate: int) -> None:
+    is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+    if threshold is not None and not (is_number and 0 <= threshold <= 1):
+        raise ConfigurationError(f"`threshold` has to be a probability from 0 to 1, or None, but is {threshold!r}.")
+    if not isinstance(gate, int) or isinstance(gate, bool) or gate < 0:
+        raise ConfigurationError(f"`gate` has to be the number of a member, from 0 on, but is {gate!r}.")
+    if threshold is None and gate != 0:
+        raise ConfigurationError(f"`gate` is {gate}, but does nothing without a `threshold`.")
+
+
 @dataclass(frozen=True)
 class GacConfig(MethodConfig):
-    """GaC: the weighted average over the union vocabulary. It has no options."""
+    """GaC: the weighted average over the union vocabulary; with `space="log"`, a product of experts."""
 
     name: ClassVar[str] = "gac"
+
+    threshold: float | None = None
+    """Where the gate member gives one entry a probability above this, it decides alone and the others do not run. None:
+    all decide at every step."""
+
+    gate: int = 0
+    """Number of the gate member."""
+
+    space: Literal["linear", "log"] = "linear"
+    """`"linear"` averages probabilities. `"log"` sums log-probabilities, with weights as given, negative ones too."""
+
+    alpha: float | None = None
+    """With `space="log"`: entries that the primary gives less than `alpha` times its best are dropped."""
+
+    strategy: Literal["mixture_sampling"] | None = None
+    """`"mixture_sampling"`: one member, drawn with the weights, decides each token, and only it runs."""
+
+    def __post_init__(self) -> None:
+        _check_gate(self.threshold, self.gate)
+        if self.space not in ("linear", "log"):
+            raise ConfigurationError(f"`space` has to be 'linear' or 'log', but is {self.space!r}.")
+        if self.alpha is not None:
+            if self.space != "log":
+                raise ConfigurationError(f'`alpha` is {self.alpha!r}, but does nothing without `space="log"`.')
+            is_number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)
+            if not (is_number and 0 <= self.alpha <= 1):
+                raise ConfigurationError(f"`alpha` has to be a number from 0 to 1, or None, but is {self.alpha!r}.")
+        if self.strategy not in (None, "mixture_sampling"):
+            raise ConfigurationError(f"`strategy` has to be 'mixture_sampling' or None, but is {self.strategy!r}.")
+        if self.strategy is not None and (self.threshold is not None or self.space != "linear"):
+            other = "a `threshold`" if self.threshold is not None else '`space="log"`'
+            raise ConfigurationError(
+                f'`strategy="mixture_sampling"` cannot be combined with {other}: it draws one member for each token.'
+            )
+
+    @property
+    def takes_weights_as_given(self) -> bool:
+        """Whether mixing weights may be negative and need not sum to 1."""
+        return self.space == "log"
+
+    @property
+    def gate_rule(self) -> tuple[int, float] | None:
+        """The gate member's number and the threshold; None for no gate."""
+        return None if self.threshold is None else (self.gate, self.threshold)
 
 
 @dataclass(frozen=True)
@@ -38,9 +113,22 @@ class UniteConfig(MethodConfig):
     top_k: int = 10
     """Number of entries that each member proposes at a step; a smaller vocabulary proposes all it has."""
 
+    threshold: float | None = None
+    """Where the gate member gives one entry a probability above this, it decides alone and the others do not run. None:
+    all decide at every step."""
+
+    gate: int = 0
+    """Number of the gate member."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 1:
             raise ConfigurationError(f"`top_k` has to be a positive integer, but is {self.top_k!r}.")
+        _check_gate(self.threshold, self.gate)
+
+    @property
+    def gate_rule(self) -> tuple[int, float] | None:
+        """The gate member's number and the threshold; None for no gate."""
+        return None if self.threshold is None else (self.gate, self.threshold)
 
 
 SpanScore = Literal["perplexity", "bits_per_byte"]
@@ -112,8 +200,13 @@ def method_config(method: "str | MethodConfig | dict[str, Any]") -> MethodConfig
     return METHODS[name](**options)
 
 
-def normalize_weights(weights: Sequence[float] | None, num_members: int) -> list[float]:
+def normalize_weights(weights: Sequence[float] | None, num_members: int, as_given: bool = False) -> list[float]:
     """Check mixing weights and scale them to sum 1; None gives every member the same.
+
+    Args:
+        weights: One weight per member.
+        num_members: Number of members.
+        as_given: Whether negative ones are allowed, and none is scaled.
 
     Raises:
         ConfigurationError: If there is not one weight per member, or one is negative or not finite, or all are 0.
@@ -125,11 +218,14 @@ def normalize_weights(weights: Sequence[float] | None, num_members: int) -> list
         raise ConfigurationError(
             f"`weights` must have one entry per member: got {len(values)} for {num_members} members."
         )
-    if any(not math.isfinite(w) or w < 0 for w in values):
-        raise ConfigurationError(f"`weights` must be finite and at least 0, but are {values}.")
-    if sum(values) == 0:
+    if any(not math.isfinite(w) or (w < 0 and not as_given) for w in values):
+        raise ConfigurationError(
+            f"`weights` must be finite{'' if as_given else ' and at least 0'}, but are {values}."
+            + ("" if as_given or not all(map(math.isfinite, values)) else ' Negative ones need `space="log"`.')
+        )
+    if not any(values):
         raise ConfigurationError(f"`weights` must not all be 0, but are {values}.")
-    return [w / sum(values) for w in values]
+    return values if as_given else [w / sum(values) for w in values]
 
 
 @dataclass
@@ -189,7 +285,7 @@ class EnsembleConfig(PreTrainedConfig):
     method: Any = "unite"
     """Name or configuration of the method."""
 
-    weights: list[float] | None = None
+    weights: Any = None
     """Mixing weights, one per member; None gives every member the same."""
 
     primary_config: Any = None
@@ -199,7 +295,9 @@ class EnsembleConfig(PreTrainedConfig):
         self.members = [m if isinstance(m, MemberConfig) else MemberConfig(**m) for m in self.members or []]
         self.method = method_config(self.method)
         if self.weights is not None:
-            self.weights = normalize_weights(self.weights, len(self.members))
+            self.weights = normalize_weights(self.weights, len(self.members), self.method.takes_weights_as_given)
+        if self.members:
+            self.method.check_members(len(self.members))
         if isinstance(self.primary_config, dict):
             options = dict(self.primary_config)
             self.primary_config = AutoConfig.for_model(options.pop("model_type"), **options)

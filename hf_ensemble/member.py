@@ -5,6 +5,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -222,6 +223,14 @@ class ContextIds(Protocol):
 C = TypeVar("C", bound=ContextIds)
 
 
+@dataclass
+class _WaitingContext:
+    """What is cached of a row that is not wanted just now."""
+
+    ids: list[int]
+    num_kept: int
+
+
 class _FixedContext:
     def __init__(self, ids: list[int]):
         self.ids = list(ids)
@@ -257,30 +266,46 @@ class MemberState(Generic[C]):
         self._logits: Tensor | None = None
         self._lengths: list[int] = []
 
-    def logits(self, num_last: int | Sequence[int] = 1) -> Tensor:
-        """Bring every row to its context and return the logits after its last ids.
+    def logits(self, num_last: int | Sequence[int] = 1, rows: Sequence[int] | None = None) -> Tensor:
+        """Bring rows to their contexts and return the logits after their last ids.
 
         Only what differs from the cached contexts is computed: each row rolls back to the longest common prefix and
         takes what is new, all rows in one forward where the member's cache allows.
 
         Args:
             num_last: Number of last ids after each of which logits are wanted; or one such number a row.
+            rows: Rows that are wanted; the others stay where they are and catch up when they are wanted. Default: all.
+                All are run the first time.
 
         Returns:
-            Logits of shape `(num_rows, vocab_size)`, or, if numbers above 1 are asked for, `(num_rows, num_last,
+            Logits of shape `(num_rows, vocab_size)`, those of rows that were not wanted without meaning; or, if numbers above 1 are asked for, `(num_rows, num_last,
             vocab_size)` with the greatest of them, on the member's device: each row's stand at the right edge, and what
             is before them has no meaning.
         """
         of_rows = [num_last] * len(self.contexts) if isinstance(num_last, int) else list(num_last)
         num_last = max(of_rows)
-        lengths = [len(context.ids) for context in self.contexts]
-        unchanged = lengths == self._lengths == [context.num_kept for context in self.contexts]
-        if self._logits is None or self._logits.shape[1] < num_last or not unchanged:
-            self._logits = self._rows.forward(self.contexts, of_rows)
+        if rows is None or not self._lengths:
+            rows = range(len(self.contexts))
+        stale = [
+            row
+            for row, context in enumerate(self.contexts)
+            if not self._lengths or not len(context.ids) == self._lengths[row] == context.num_kept
+        ]
+        wanted = set(stale).intersection(rows)
+        if self._logits is None or self._logits.shape[1] < num_last or wanted:
+            contexts: list[ContextIds] = list(self.contexts)
+            for row in set(stale).difference(rows):
+                kept = min(self._lengths[row], self.contexts[row].num_kept)
+                if kept:
+                    contexts[row] = _WaitingContext(self.contexts[row].ids[:kept], kept)
+                else:
+                    # Nothing of it stays, and a row of nothing but padding is no input for a model.
+                    wanted.add(row)
+            self._logits = self._rows.forward(contexts, of_rows)
             self.num_forwards += self._rows.forwards_of_last_call
-            self._lengths = lengths
-            for context in self.contexts:
-                context.num_kept = len(context.ids)
+            self._lengths = [len(context.ids) for context in contexts]
+            for row in wanted:
+                self.contexts[row].num_kept = len(self.contexts[row].ids)
         logits = self._logits[:, -num_last:]
         return logits[:, -1] if num_last == 1 else logits
 
@@ -445,6 +470,9 @@ class _SeparateRows:
 
     def _forward_row(self, row: "_SeparateRow", context: ContextIds, num_last: int) -> Tensor:
         num_ids = len(context.ids)
+        if isinstance(context, _WaitingContext):
+            like: Tensor = self.member.model.get_output_embeddings().weight
+            return like.new_zeros(1, num_last, self.member.vocab_size, device=self.member.device)
         if context.num_kept == num_ids == row.length and row.logits is not None and row.logits.shape[1] >= num_last:
             return row.logits[:, -num_last:]
         if self.mode == "recompute":

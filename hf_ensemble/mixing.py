@@ -107,18 +107,20 @@ def fold(logprobs: Tensor, first_ids: Tensor, width: int) -> Tensor:
     return (kept - top).exp_().scatter_add_(1, into, (moved - top.gather(1, into)).exp_()).log_().add_(top)
 
 
-def put_eos(probs: Tensor, eos_mass: Tensor, primary_logits: Tensor, eos_ids: Tensor) -> Tensor:
+def put_eos(probs: Tensor, eos_mass: Tensor, primary_logits: Tensor, eos_ids: Tensor, nothing: float = 0.0) -> Tensor:
     """Write the mass of EOS at the primary's EOS id that has the highest logit, in place.
 
     Args:
-        probs: Probabilities over the primary's ids or union ids, of shape `(batch_size, width)`; changed in place.
-        eos_mass: Probability of EOS, of shape `(batch_size,)`.
+        probs: Probabilities (or log-probabilities) over the primary's ids or union ids, of shape `(batch_size, width)`;
+            changed in place.
+        eos_mass: That of EOS, of shape `(batch_size,)`.
         primary_logits: Of shape `(batch_size, primary_vocab_size)`.
         eos_ids: The primary's EOS ids, of shape `(num_eos,)`, at least one.
+        nothing: What an id without mass has.
 
     Returns:
         `probs`.
     """
-    probs.index_fill_(1, eos_ids, 0.0)
+    probs.index_fill_(1, eos_ids, nothing)
     best = eos_ids[primary_logits[:, eos_ids].argmax(-1)]  # (B,)
     return probs.scatter_(1, best[:, None], eos_mass[:, None])

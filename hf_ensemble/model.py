@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,20 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .config import EnsembleConfig, MemberConfig, MethodConfig, SweetSpanConfig, method_config, normalize_weights
+from .config import (
+    EnsembleConfig,
+    GacConfig,
+    MemberConfig,
+    MethodConfig,
+    SweetSpanConfig,
+    method_config,
+    normalize_weights,
+)
 from .errors import ConfigurationError, MemberError
 from .generation.logits_process import FusionProcessor, SelectionProcessor, UnpaddedPenalty
+from .generation.mixing_weights import MixingWeights, WeightsLike
 from .generation.span_decoding import SpanDecoder, SpanDecoderOutput, decode_spans
 from .generation.stopping_criteria import FollowingCriteriaList
 from .generation.token_fusion import TokenFusion
@@ -53,6 +63,9 @@ _ANY_VOCABULARY = {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProce
 
 _EARLY_END_PROCESSORS = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
 
+_WAITS = "primary_waits"
+"""Marks the forward passes of the decoding loop in which the primary does not run; its own state does, if needed."""
+
 _MAX_METHODS = 8
 """Methods kept ready, each with its index maps on the device; a call with other options or EOS ids makes another."""
 
@@ -71,15 +84,21 @@ _REFUSED_OPTIONS = {
 class _Call:
     """What one `generate` call hands to the hooks that the stock method calls; nothing is kept on the model."""
 
-    def __init__(self, method: MethodConfig, weights: list[float]):
+    def __init__(self, method: MethodConfig, weights: MixingWeights):
         self.method = method
         self.weights = weights
         self.fusion: TokenFusion | None = None
 
     @property
+    def is_by_primary(self) -> bool:
+        """Whether the primary decides everything, and so runs by itself."""
+        gate, is_cut_off = self.method.gate_rule, isinstance(self.method, GacConfig) and self.method.alpha is not None
+        return self.weights.is_only(0) and (gate is None or gate[0] == 0) and not is_cut_off
+
+    @property
     def is_by_spans(self) -> bool:
-        """Whether members decide span by span; a primary that has all the weight runs by itself."""
-        return isinstance(self.method, SweetSpanConfig) and any(self.weights[1:])
+        """Whether members decide span by span."""
+        return isinstance(self.method, SweetSpanConfig) and not self.is_by_primary
 
 
 class _CallProcessors(LogitsProcessorList):
@@ -177,7 +196,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         config = EnsembleConfig(
             members=[dataclasses.replace(item) for item in member_configs],
             method=method_config(method),
-            weights=None if weights is None else normalize_weights(weights, len(models)),
+            weights=weights,
             primary_config=copy.deepcopy(models[0].config),
         )
         known: dict[tuple[int, int, tuple[int, ...]], Member] = {}
@@ -257,7 +276,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         items = [dataclasses.replace(item) for item in items]
         method = method_config("unite" if method is None else method)
         if weights is not None:
-            weights = normalize_weights(weights, len(items))
+            weights = normalize_weights(weights, len(items), method.takes_weights_as_given)
         check_members(items, folder, hub)
         models, loaded_tokenizers = load_members(items, folder, dtype, device_map, tokenizers, kwargs)
         ensemble = cls.from_members(models, loaded_tokenizers, method, weights, items)
@@ -341,6 +360,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             raise ConfigurationError("an ensemble has no loss: `labels` cannot be used with it.")
         member = self._members[0]
+        if kwargs.pop(_WAITS, False):
+            assert input_ids is not None
+            return CausalLMOutputWithPast(logits=torch.zeros(len(input_ids), 1, member.vocab_size))
         if position_ids is not None and member.max_positions is not None:
             # Rows that have ended are padded on, and their positions would run out of the table.
             position_ids = position_ids.clamp_max(member.max_positions - 1)
@@ -406,7 +428,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         custom_generate: Any = None,
         *,
         method: str | MethodConfig | None = None,
-        weights: Sequence[float] | None = None,
+        weights: WeightsLike | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate with all members: everything that `transformers` takes, and the method and weights of this call.
@@ -425,12 +447,16 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             negative_prompt_attention_mask: Refused.
             custom_generate: Refused.
             method: Name or configuration of the method for this call.
-            weights: Mixing weights for this call.
+            weights: Mixing weights for this call: one per member; or one such list for each row of `input_ids`; or a
+                function that is called at every step with the number of steps before it and all ids so far, of shape
+                `(batch_size, length)`, and returns either.
             **kwargs: Generation options and the primary's inputs, as in `transformers`.
 
         Returns:
             The primary's ids of shape `(batch_size * num_return_sequences, length)`, or an output object with
-            `return_dict_in_generate`, whose `scores` and `logits` are the ensemble's, over the primary's ids.
+            `return_dict_in_generate`, whose `scores` and `logits` are the ensemble's, over the primary's ids. Of a
+            token-level method it also has `num_forwards` (each member's forward passes) and `share_ensembled` (for each
+            row, the share of choices that no gate made alone).
 
         Raises:
             ConfigurationError: If an option cannot work for an ensemble, or the inputs do not fit.
@@ -448,10 +474,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             for name, value in refused.items():
                 if value is not None:
                     raise ConfigurationError(f"`{name}` cannot be used with an ensemble.")
-            call = _Call(
-                self.config.method if method is None else method_config(method),
-                normalize_weights(self.config.weights if weights is None else weights, len(self._members)),
-            )
+            call = self._call(method, weights)
             kwargs.pop("token_type_ids", None)
             settings = self._prepare_generation_config(  # type: ignore[misc]
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
@@ -484,7 +507,19 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 output["logits"] = tuple(call.fusion.logits_rows)
             if settings.output_scores and call.fusion.scores_rows:
                 output["scores"] = tuple(call.fusion.scores_rows)
+            output["num_forwards"] = call.fusion.num_forwards
+            output["share_ensembled"] = call.fusion.share_ensembled
         return output
+
+    def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> _Call:
+        config = self.config.method if method is None else method_config(method)
+        count = len(self._members)
+        config.check_members(count)
+        given = self.config.weights if weights is None else weights
+        call = _Call(config, MixingWeights(given, count, config.takes_weights_as_given))
+        if isinstance(config, SweetSpanConfig):
+            call.weights.fixed(config.name)
+        return call
 
     def _refuse_options(self, settings: GenerationConfig, kwargs: dict[str, Any]) -> None:
         for name, reason in _REFUSED_OPTIONS.items():
@@ -581,11 +616,11 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         """Put the fusion first and the decision over the union vocabulary last."""
         given = kwargs.get("logits_processor")
         call = getattr(given, "call", None)
-        if call is None or len(self._members) == 1 or not any(call.weights[1:]):
+        if call is None or call.is_by_primary:
             return super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         if call.is_by_spans:
-            processors = _CallProcessors(self._processors_for_spans(stock, call.weights))
+            processors = _CallProcessors(self._processors_for_spans(stock, call.weights.participants))
             processors.call = call
             return processors
         eos_tensor = generation_config._eos_token_tensor
@@ -600,14 +635,19 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             generation_config.return_dict_in_generate
             and (generation_config.output_logits or generation_config.output_scores)
         )
+        if isinstance(call.method, GacConfig) and call.method.strategy is not None:
+            self._refuse_all_but_plain_sampling(generation_config, stock)
+        call.weights.expand(len(prompt), copies)
         prompt = prompt.repeat_interleave(copies, dim=0)
         call.fusion = TokenFusion(
             self._members,
             self._method(call.method, eos_ids),
+            call.method,
             call.weights,
             prompt,
             mask,
             is_wide=decides_over_union,
+            runs_primary=self._primary_can_wait(call, generation_config, model_kwargs),
             keep_rows=keeps_rows,
         )
         first = FusionProcessor(call.fusion, is_beam_search)
@@ -617,17 +657,52 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 for item in stock
             )
         last = SelectionProcessor(call.fusion, generation_config.do_sample, generation_config.num_beams)
-        return LogitsProcessorList([first, *stock, last])
+        processors = _CallProcessors([first, *stock, last])
+        processors.call = call
+        return processors
 
-    def _processors_for_spans(self, stock: LogitsProcessorList, weights: Sequence[float]) -> list[Any]:
+    @staticmethod
+    def _primary_can_wait(call: _Call, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+        """Whether the primary runs only where it is needed, since it is not at every step."""
+        method, needs_it = call.method, False
+        if 0 in call.weights.participants:
+            draws = isinstance(method, GacConfig) and method.strategy is not None
+            needs_it = not draws and (method.gate_rule is None or method.gate_rule[0] == 0)
+        elif method.gate_rule is not None:
+            needs_it = method.gate_rule[0] == 0
+        # What only its own pass through the decoding loop can give.
+        outputs = generation_config.output_attentions or generation_config.output_hidden_states
+        caches = any(model_kwargs.get(key) is not None for key in ("past_key_values", "cache"))
+        return not (
+            needs_it
+            or caches
+            or generation_config.num_beams > 1
+            or generation_config.use_cache is False
+            or generation_config.prefill_chunk_size is not None
+            or generation_config.cache_implementation not in (None, "dynamic")
+            or (generation_config.return_dict_in_generate and outputs)
+        )
+
+    @staticmethod
+    def _refuse_all_but_plain_sampling(generation_config: Any, stock: LogitsProcessorList) -> None:
+        rule = "draws one member for each token, which gives texts of the mixture's law only"
+        if not generation_config.do_sample or generation_config.num_beams > 1:
+            found = "beam search" if generation_config.num_beams > 1 else "greedy decoding"
+            raise ConfigurationError(
+                f'`strategy="mixture_sampling"` {rule} if texts are sampled, but this is {found}. Pass `do_sample=True`.'
+            )
+        if stock:
+            name = type(stock[0]).__name__
+            raise ConfigurationError(
+                f'`strategy="mixture_sampling"` {rule} without processors, but there is a {name}. Pass `top_k=0`, '
+                "`top_p=1.0` and `temperature=1.0`, and no others."
+            )
+
+    def _processors_for_spans(self, stock: LogitsProcessorList, participants: Collection[int]) -> list[Any]:
         """The processors that act on every member's proposals; refused are those that know the primary's ids only."""
         # How early a text may end is counted in the primary's ids: see `SpanDecoder`.
         kept = [item for item in stock if type(item).__name__ not in _EARLY_END_PROCESSORS]
-        fingerprints = {
-            member.encoder.token_bytes.fingerprint
-            for member, weight in zip(self._members, weights, strict=True)
-            if weight > 0 or member is self._members[0]
-        }
+        fingerprints = {self._members[index].encoder.token_bytes.fingerprint for index in {0, *participants}}
         for item in kept:
             name = type(item).__name__
             if name not in _WARPERS | _ANY_VOCABULARY and len(fingerprints) > 1:
@@ -649,6 +724,12 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Any:
         """Run the stock loop, or hand over to spans."""
         call = getattr(logits_processor, "call", None)
+        if call is not None and call.fusion is not None:
+            if call.fusion.runs_primary:
+                for key in ("past_key_values", "cache"):
+                    model_kwargs.pop(key, None)
+                model_kwargs[_WAITS] = True
+            call = None
         if call is None:
             return super()._sample(  # type: ignore[misc]
                 input_ids,
@@ -664,7 +745,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         eos_ids = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
         decoder = SpanDecoder(
             self._members,
-            call.weights,
+            call.weights.participants,
             call.method,
             eos_ids_of(self._members, eos_ids),
             input_ids,
@@ -703,6 +784,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         """Prepare the primary's inputs for one step."""
+        if kwargs.get(_WAITS):
+            return {"input_ids": input_ids, _WAITS: True}
         inputs: dict[str, Any] = self.primary.prepare_inputs_for_generation(input_ids, **kwargs)
         return inputs
 
@@ -713,8 +796,10 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return self.primary._prepare_position_ids_for_generation(*args, **kwargs)
 
-    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        return self.primary._update_model_kwargs_for_generation(*args, **kwargs)
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+        if model_kwargs.get(_WAITS):
+            return model_kwargs
+        return self.primary._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         # On transformers 5.17 the name of the cache depends on the model's class.

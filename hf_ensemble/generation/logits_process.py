@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import MethodConfig, SweetSpanConfig, method_config, normalize_weights
+from ..config import GacConfig, MethodConfig, SweetSpanConfig, method_config
 from ..errors import ConfigurationError
 from ..member import Member
 from ..methods import build_method
 from ..methods.base import eos_ids_of
 from ..vocabulary.union import UnionVocabulary
+from .mixing_weights import MixingWeights, WeightsLike
 from .token_fusion import TokenFusion
 
 
@@ -93,7 +94,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         models: The members' models; the first is the one that generates.
         tokenizers: Their fast tokenizers.
         method: Name or configuration of a token-level method.
-        weights: Mixing weights, one per member. Default: the same for all.
+        weights: Mixing weights, as for the ensemble's `generate`. Default: the same for all.
         pad_token_id: Id of padding in prompts. Default: that of the primary's generation config or tokenizer.
 
     Example:
@@ -108,7 +109,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         models: Sequence[PreTrainedModel],
         tokenizers: Sequence[PreTrainedTokenizerBase],
         method: str | MethodConfig = "unite",
-        weights: Sequence[float] | None = None,
+        weights: WeightsLike | None = None,
         pad_token_id: int | None = None,
     ):
         if len(models) != len(tokenizers):
@@ -116,7 +117,6 @@ class EnsembleLogitsProcessor(LogitsProcessor):
                 f"`tokenizers` must have one entry per model: got {len(tokenizers)} for {len(models)} models."
             )
         self._members = [Member(model, tokenizer) for model, tokenizer in zip(models, tokenizers, strict=True)]
-        self._weights = normalize_weights(weights, len(models))
         self._union = UnionVocabulary([member.encoder for member in self._members])
         self._config = method_config(method)
         if isinstance(self._config, SweetSpanConfig):
@@ -124,6 +124,14 @@ class EnsembleLogitsProcessor(LogitsProcessor):
                 "method 'sweetspan' decides over spans of several tokens, which no logits processor can do. Use "
                 "`EnsembleForCausalLM`."
             )
+        if isinstance(self._config, GacConfig) and self._config.strategy is not None:
+            raise ConfigurationError(
+                f"`strategy={self._config.strategy!r}` needs to know how the token is chosen, which no logits processor "
+                "does. Use `EnsembleForCausalLM`."
+            )
+        self._config.check_members(len(models))
+        self._weights = weights
+        self._mixing_weights()
         sources = (getattr(models[0], "generation_config", None), tokenizers[0])
         found = (getattr(source, "pad_token_id", None) for source in sources)
         self._pad = pad_token_id if pad_token_id is not None else next((i for i in found if i is not None), None)
@@ -149,4 +157,9 @@ class EnsembleLogitsProcessor(LogitsProcessor):
             mask = (input_ids != self._pad).long().cummax(-1).values
         eos_ids = eos_ids_of(self._members, self._members[0].eos_token_ids)
         method = build_method(self._config, self._members, self._union, eos_ids, scores.device)
-        return TokenFusion(self._members, method, self._weights, input_ids, mask, is_wide=False)
+        weights = self._mixing_weights()
+        weights.expand(len(input_ids), 1)
+        return TokenFusion(self._members, method, self._config, weights, input_ids, mask, is_wide=False)
+
+    def _mixing_weights(self) -> MixingWeights:
+        return MixingWeights(self._weights, len(self._members), self._config.takes_weights_as_given)

@@ -1,7 +1,7 @@
 """What every member reads of a call's prompts."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,13 +30,13 @@ class Prompts:
 
 
 def read_prompts(
-    members: Sequence[Member], weights: Sequence[float], resync: Resync, ids: Tensor, mask: Tensor | None
+    members: Sequence[Member], participants: Collection[int], resync: Resync, ids: Tensor, mask: Tensor | None
 ) -> Prompts:
     """Let every member read the prompts.
 
     Args:
         members: The members, the primary first.
-        weights: Mixing weights; an assistant of weight 0 takes no part.
+        participants: Numbers of the members that take part.
         resync: How assistants follow the text.
         ids: The primary's ids, of shape `(batch_size, length)`.
         mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
@@ -49,12 +49,12 @@ def read_prompts(
     rows = [tuple(i for i, keep in zip(*row, strict=True) if keep) for row in zip(ids.tolist(), kept, strict=True)]
     number_of = {row: n for n, row in enumerate(dict.fromkeys(rows))}
     distinct = [list(row) for row in number_of]
-    if any(weights[1:]):
+    if set(participants) - {0}:
         _warn_of_control_tokens(primary, distinct)
     texts = [primary.encoder.token_bytes.write_from_start(row) for row in distinct]
     contexts: dict[int, list[MemberContext]] = {}
     for index, member in enumerate(members):
-        if index > 0 and weights[index] > 0:
+        if index > 0 and index in participants:
             contexts[index] = [MemberContext(member.encoder, resync, text) for text in texts]
             if not all(context.ids for context in contexts[index]):
                 raise ConfigurationError(
@@ -70,11 +70,20 @@ def read_prompts(
     return Prompts(distinct, texts, [number_of[row] for row in rows], contexts)
 
 
-def expand_prompts(states: Mapping[int, MemberState[MemberContext]], prompt_of_row: Sequence[int]) -> None:
-    """Run every distinct prompt once and give each row a copy of its prompt's state."""
+def expand_prompts(
+    states: Mapping[int, MemberState[MemberContext]], prompt_of_row: Sequence[int], waiting: Collection[int] = ()
+) -> None:
+    """Run every distinct prompt once and give each row a copy of its prompt's state.
+
+    Args:
+        states: The members' states, a row per distinct prompt; a row per row afterwards.
+        prompt_of_row: For each row, the number of its prompt.
+        waiting: Members that are not run yet.
+    """
     if list(prompt_of_row) != list(range(len(prompt_of_row))):
-        for state in states.values():
-            state.logits()
+        for index, state in states.items():
+            if index not in waiting:
+                state.logits()
             state.select(prompt_of_row, [state.contexts[prompt].copy() for prompt in prompt_of_row])
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,7 @@ class SpanDecoder:
 
     Args:
         members: The members; the first is the primary, whose ids are written.
-        weights: Mixing weights; a member of weight 0 takes no part.
+        participants: Numbers of the members that take part.
         config: The method's options.
         eos_ids: For each member, the ids that end a text.
         prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
@@ -161,7 +161,7 @@ class SpanDecoder:
     def __init__(
         self,
         members: Sequence[Member],
-        weights: Sequence[float],
+        participants: Collection[int],
         config: SweetSpanConfig,
         eos_ids: Sequence[Sequence[int]],
         prompt_ids: Tensor,
@@ -181,9 +181,9 @@ class SpanDecoder:
         self._do_sample = do_sample
         self._max_new = max_new_tokens
         self._min_new = min_new_tokens
-        prompts = read_prompts(members, weights, "append", prompt_ids, prompt_mask)
+        prompts = read_prompts(members, participants, "append", prompt_ids, prompt_mask)
         contexts = dict(prompts.contexts)
-        if weights[0] > 0:
+        if 0 in participants:
             contexts = {0: [MemberContext.of_ids(self._encoder, ids) for ids in prompts.ids], **contexts}
         mode = None if use_cache else "recompute"
         self._states: dict[int, MemberState[Any]] = {

@@ -1,17 +1,21 @@
 """One call's token-level fusion: the assistants' states, what has been written, and what is still queued."""
 
+import math
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from ..config import GacConfig, MethodConfig
 from ..errors import MemberError
 from ..member import Member, MemberState
 from ..methods.base import TokenMethod
 from ..methods.captured import CapturedMix
 from ..mixing import fold
+from ..vocabulary.context import MemberContext
+from .mixing_weights import MixingWeights
 from .prompts import expand_prompts, read_prompts, warn_of_losses
 
 
@@ -22,17 +26,22 @@ class TokenFusion:
     vocabulary, `select`, then `receive` (the chosen ids reach the host, in one transfer, and every assistant's context
     follows the text).
 
+    Members that have no weight in a row at a step are not run for it: their states stay, and catch up in one forward
+    pass when they are needed.
+
     Args:
-        members: The members; the first is the primary, which runs elsewhere.
+        members: The members; the first is the primary.
         method: The method, made for these members.
-        weights: Mixing weights, one per member, summing to 1. An assistant of weight 0 does not run.
+        config: The method's options.
+        weights: Mixing weights, expanded to the rows.
         prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
         prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
         is_wide: Whether the decision is made over the union vocabulary.
+        runs_primary: Whether the primary runs here, where it is needed, instead of in the decoding loop at every step.
         keep_rows: Whether to keep the rows of `scores` and `logits` that `generate` returns.
 
     Attributes:
-        states: Each assistant's state, by member index.
+        states: The state of each member that runs here, by member index.
         logits_rows, scores_rows: What was kept: rows over the primary's ids, before and after the processors.
     """
 
@@ -40,21 +49,30 @@ class TokenFusion:
         self,
         members: Sequence[Member],
         method: TokenMethod,
-        weights: Sequence[float],
+        config: MethodConfig,
+        weights: MixingWeights,
         prompt_ids: Tensor,
         prompt_mask: Tensor | None,
         is_wide: bool,
+        runs_primary: bool = False,
         keep_rows: bool = False,
     ):
         self.members = list(members)
         self.method = method
+        self._gate = config.gate_rule
+        self._draws = isinstance(config, GacConfig) and config.strategy == "mixture_sampling"
         self._mix = CapturedMix(method)
         self.is_wide = is_wide and method.is_wide
         self.keep_rows = keep_rows
         self.logits_rows: list[Tensor] = []
         self.scores_rows: list[Tensor] = []
         self.num_steps = 0
-        self._weights = list(weights)
+        self._weights = weights
+        self._last_plan: Tensor | None = None
+        self._last_plan_there: Tensor | None = None
+        self._num_primary_forwards = 0
+        self._num_decided = [0] * prompt_ids.shape[0]
+        self._num_ensembled = [0] * prompt_ids.shape[0]
         self._primary_bytes = members[0].encoder.token_bytes
         self._width = members[0].vocab_size
         self._input_ids = prompt_ids
@@ -67,10 +85,15 @@ class TokenFusion:
         self._empty: Tensor | None = None
         self._normalizers: Tensor | None = None
         self._warned_control: set[int] = set()
-        prompts = read_prompts(members, weights, method.resync, prompt_ids, prompt_mask)
+        participants = weights.participants if self._gate is None else weights.participants | {self._gate[0]}
+        prompts = read_prompts(members, participants, method.resync, prompt_ids, prompt_mask)
         self._prompt_of_row: list[int] | None = prompts.prompt_of_row
         self._lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
-        self.states = {index: MemberState(members[index], contexts) for index, contexts in prompts.contexts.items()}
+        contexts = dict(prompts.contexts)
+        if runs_primary and 0 in participants:
+            contexts[0] = [MemberContext.of_ids(members[0].encoder, ids) for ids in prompts.ids]
+        self.runs_primary = runs_primary
+        self.states = {index: MemberState(members[index], rows) for index, rows in contexts.items()}
         self._warned_lossy: set[int] = set()
         self._warn_of_losses()
 
@@ -88,37 +111,134 @@ class TokenFusion:
             Fused log-probabilities plus the weighted logsumexp, in float32, of shape `(batch_size, union_size)` if the
             decision is made over the union vocabulary, else `(batch_size, primary_vocab_size)`.
         """
+        self._num_primary_forwards += 1
         if self.is_wide and self._live and all(self._queues[row] for row in self._live):
             return scores
         primary = scores.float()
-        if self._weights[0] == 0:
-            # It does not take part: EOS is written as its first EOS id.
-            primary = torch.zeros_like(primary)
-        logits: list[Tensor | None] = [primary, *([None] * (len(self.members) - 1))]
-        weights = primary.new_tensor(self._weights).expand(primary.shape[0], -1)
+        logits: list[Tensor | None] = [None if self.runs_primary else primary, *([None] * (len(self.members) - 1))]
+        plan = self._plan(logits)
+        needed = plan != 0
         if self._prompt_of_row is not None:
-            expand_prompts(self.states, self._prompt_of_row)
-            self._prompt_of_row = None
-        for index, state in self.states.items():
-            sitting_out = [row for row, context in zip(self._live, state.contexts, strict=True) if context.sits_out]
-            if not self._live or len(sitting_out) == len(self._live):
-                weights = _without(weights, index, self._live)
-                continue
-            if sitting_out:
-                weights = _without(weights, index, sitting_out)
-            logits[index] = self._spread(state.logits().to(primary.device, torch.float32))
+            waiting = {index for index in self.states if not needed[:, index].any()}
+            self._expand_prompts(waiting)
+        for index in self.states:
+            if logits[index] is None:
+                logits[index] = self._run(index, [row for row in self._live if needed[row, index]], primary.device)
+        if plan is not self._last_plan:
+            self._last_plan, self._last_plan_there = plan, plan.to(primary.device)
+        weights = self._last_plan_there
+        assert weights is not None
+        for index, member_logits in enumerate(logits):
+            if member_logits is not None and not needed[:, index].all():
+                # What a member says of a row in which it has no weight must not count, not even as NaN. For a primary
+                # without weight this also means that EOS is written as its first EOS id.
+                logits[index] = member_logits.masked_fill(weights[:, index, None] == 0, 0.0)
+        if logits[0] is None:
+            logits[0] = torch.zeros_like(primary)
         mixed = self._mix(logits, weights)
-        self._normalizers = torch.where(weights > 0, mixed.normalizers, 0.0)
+        self._normalizers = torch.where(weights != 0, mixed.normalizers, 0.0)
         fused = mixed.logprobs if self.is_wide else self.folded(mixed.logprobs)
         if self.keep_rows:
             self.logits_rows.append(self.folded(fused))
         return fused + (weights * self._normalizers).sum(-1, keepdim=True) if normalize else fused
+
+    def _plan(self, logits: list[Tensor | None]) -> Tensor:
+        """Decide who decides: the weights of this step, of shape `(batch_size, num_members)`, on the CPU.
+
+        A gate member is run for it, and its logits put in their place.
+        """
+        plan = self._weights.at(self.num_steps, self._input_ids)
+        for index, state in self.states.items():
+            if self._prompt_of_row is None:
+                sitting_out = [row for row in self._live if state.contexts[self._place_of[row]].sits_out]
+            else:
+                sitting_out = [row for row in self._live if state.contexts[self._prompt_of_row[row]].sits_out]
+            if sitting_out:
+                plan = self._without(plan, index, sitting_out)
+        deciding = [row for row in self._live if not (self.is_wide and self._queues[row])]
+        for row in deciding:
+            self._num_decided[row] += 1
+        if len(deciding) < len(plan) and (self._draws or self._gate is not None or not self._live):
+            # Rows that do not choose need nobody; the primary stands for them, so that there is something to mix.
+            idle = torch.ones(len(plan), dtype=torch.bool)
+            idle[deciding] = False
+            plan = torch.where(idle[:, None], torch.eye(len(self.members))[0], plan)
+        if self._draws and deciding:
+            drawn = torch.multinomial(plan[deciding], 1)[:, 0]
+            plan = plan.clone()
+            plan[deciding] = torch.eye(len(self.members))[drawn]
+        closed: set[int] = set()
+        if self._gate is not None and deciding:
+            closed = self._closed_rows(deciding, logits)
+            plan = plan.clone()
+            plan[list(closed)] = torch.eye(len(self.members))[self._gate[0]]
+        for row in deciding:
+            self._num_ensembled[row] += row not in closed
+        return plan
+
+    def _closed_rows(self, rows: Sequence[int], logits: list[Tensor | None]) -> set[int]:
+        """The rows of which the gate member is so sure that it decides alone."""
+        assert self._gate is not None
+        gate, threshold = self._gate
+        if self._prompt_of_row is not None:
+            self._expand_prompts(set(self.states) - {gate})
+        if gate in self.states:
+            contexts = self.states[gate].contexts
+            rows = [row for row in rows if not contexts[self._place_of[row]].sits_out]
+            logits[gate] = self._run(gate, rows, self.method.device)
+        gate_logits = logits[gate]
+        if not rows or gate_logits is None:
+            return set()
+        confidence = self.method.confidence(gate_logits, gate).tolist()
+        for row in rows:
+            if math.isnan(confidence[row]):
+                self._raise_not_finite(self.members[gate], row, self.num_steps + 1)
+        return {row for row in rows if confidence[row] > threshold}
+
+    def _run(self, index: int, rows: Sequence[int], device: torch.device) -> Tensor | None:
+        """A member's logits in these rows, of shape `(batch_size, vocab_size)`; None for no row."""
+        if not rows:
+            return None
+        places = [self._place_of[row] for row in rows]
+        return self._spread(self.states[index].logits(rows=places).to(device, torch.float32))
+
+    def _expand_prompts(self, waiting: Collection[int]) -> None:
+        assert self._prompt_of_row is not None
+        expand_prompts(self.states, self._prompt_of_row, waiting)
+        self._prompt_of_row = None
+
+    def _without(self, plan: Tensor, member: int, rows: Sequence[int]) -> Tensor:
+        """Take a member out of some rows and scale the other weights there to the sum that they had with it."""
+        kept = plan.clone()
+        kept[list(rows), member] = 0.0
+        before, after = plan.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)
+        if bool((kept[list(rows)] == 0).all(-1).any()):
+            raise MemberError(
+                f"member {self.members[member].name!r} cannot go on inside a character at step {self.num_steps + 1}, and "
+                "no other member has any weight. Give another member a weight above 0."
+            )
+        # Weights as given may sum to nothing, or turn over: then they stay as they are.
+        return torch.where(before * after > 0, kept * before / after, kept)
 
     def folded(self, rows: Tensor) -> Tensor:
         """Fold rows over the union vocabulary onto the primary's ids; others as they are."""
         if rows.shape[-1] == self._width:
             return rows
         return fold(rows, self.method.first_ids_beyond_primary, self._width)
+
+    @property
+    def num_forwards(self) -> tuple[int, ...]:
+        """Each member's forward passes so far."""
+        counts = [self.states[n].num_forwards if n in self.states else 0 for n in range(len(self.members))]
+        if not self.runs_primary:
+            counts[0] = self._num_primary_forwards
+        return tuple(counts)
+
+    @property
+    def share_ensembled(self) -> list[float]:
+        """For each row, the share of its choices so far that were not a gate's alone."""
+        pairs = zip(self._num_ensembled, self._num_decided, strict=True)
+        return [ensembled / max(decided, 1) for ensembled, decided in pairs]
 
     # Choosing
 
@@ -264,12 +384,10 @@ class TokenFusion:
             if queue[0] == primary_id:
                 queue.popleft()
                 self._written[row].append(primary_id)
+                self._append(row, primary_id)
                 if not queue:
-                    self._lengths[row] += 1
                     self._written[row] = []
                     self._write_bytes(row, self._entries[row])
-                    return
-                self._lengths[row] += 1
                 return
             # Somebody wrote another id than the queued one: what was written of the entry stands as it is.
             queue.clear()
@@ -279,7 +397,7 @@ class TokenFusion:
         elif chosen >= self._width:
             ids = self.method.union.continuation(chosen, 0) or []
             if ids and ids[0] == primary_id:
-                self._lengths[row] += 1
+                self._append(row, primary_id)
                 if len(ids) == 1:
                     self._write_bytes(row, self.method.union.entry(chosen))
                 else:
@@ -289,16 +407,22 @@ class TokenFusion:
                 return
         self._write(row, primary_id)
 
-    def _write(self, row: int, primary_id: int) -> None:
+    def _append(self, row: int, primary_id: int) -> None:
         self._lengths[row] += 1
+        if self.runs_primary and 0 in self.states:
+            self.states[0].contexts[self._place_of[row]].ids.append(primary_id)
+
+    def _write(self, row: int, primary_id: int) -> None:
+        self._append(row, primary_id)
         if self.members[0].is_control(primary_id):
             self._warn_control(primary_id)
         self._write_bytes(row, self._primary_bytes.write([primary_id]))
 
     def _write_bytes(self, row: int, data: bytes) -> None:
         place = self._place_of[row]
-        for state in self.states.values():
-            state.contexts[place].write(data)
+        for index, state in self.states.items():
+            if index > 0:
+                state.contexts[place].write(data)
         self._warn_of_losses()
 
     def _drop(self, rows: Sequence[int]) -> None:
@@ -345,15 +469,20 @@ class TokenFusion:
         for row in self._live:
             for index, member in enumerate(self.members):
                 if not_finite and not_finite[row * count + index]:
-                    raise MemberError(
-                        f"member {member.name!r} gave NaN or infinite logits in row {row} at step {step} "
-                        f"(its dtype is {member.model.dtype}). Load it in bfloat16 or float32."
-                    )
+                    self._raise_not_finite(member, row, step)
+
+    def _raise_not_finite(self, member: Member, row: int, step: int) -> None:
+        raise MemberError(
+            f"member {member.name!r} gave NaN or infinite logits in row {row} at step {step} "
+            f"(its dtype is {member.model.dtype}). Load it in bfloat16 or float32."
+        )
 
     def _lengths_by_member(self) -> list[tuple[Member, int]]:
         """Each running member and the number of its ids in the longest row."""
         lengths = [(self.members[0], max(self._lengths, default=0))]
         for index, state in self.states.items():
+            if index == 0:
+                continue
             lengths.append((self.members[index], max((len(context.ids) for context in state.contexts), default=0)))
         return lengths
 
@@ -374,10 +503,3 @@ class TokenFusion:
                         stacklevel=2,
                     )
         return full
-
-
-def _without(weights: Tensor, member: int, rows: Sequence[int]) -> Tensor:
-    """Take a member out of some rows and scale the other weights to sum 1 there."""
-    weights = weights.clone()
-    weights[list(rows), member] = 0.0
-    return weights / weights.sum(-1, keepdim=True)

@@ -10,6 +10,7 @@ from ..member import Member
 from ..vocabulary.union import UnionVocabulary
 from .base import TokenMethod
 from .gac import Gac
+from .product import ProductOfExperts
 from .unite import Unite
 
 
@@ -31,6 +32,8 @@ def build_method(
     """
     if isinstance(config, UniteConfig):
         return Unite(union, eos_ids, device, top_k=config.top_k)
+    if isinstance(config, GacConfig) and config.space == "log":
+        return ProductOfExperts(union, eos_ids, device, alpha=config.alpha)
     if isinstance(config, GacConfig):
         return Gac(union, eos_ids, device)
     raise ConfigurationError(f"{type(config).__name__} is no token-level method.")

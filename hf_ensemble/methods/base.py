@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..member import Member
-from ..mixing import Duplicates
+from ..mixing import Duplicates, log_normalizer, merge_duplicates
 from ..vocabulary.context import Resync
 from ..vocabulary.token_bytes import CONTROL, TEXT
 from ..vocabulary.union import UnionVocabulary
@@ -111,6 +111,20 @@ class TokenMethod(ABC):
                 for a member that takes no part in any row.
             weights: Mixing weights of shape `(batch_size, num_members)`; every row sums to 1.
         """
+
+    def confidence(self, logits: Tensor, member: int) -> Tensor:
+        """The probability of a member's best entry, over all that it may write.
+
+        Args:
+            logits: The member's, of shape `(batch_size, vocab_size)`.
+            member: Its number.
+
+        Returns:
+            Of shape `(batch_size,)`; NaN where the logits hold NaN or `inf`.
+        """
+        masked = self.masked(logits, member)
+        best = merge_duplicates(masked, self.maps[member].duplicates).amax(-1)
+        return (best - log_normalizer(masked)).exp().clamp_max(1.0)
 
     @cached_property
     def first_ids_beyond_primary(self) -> Tensor:

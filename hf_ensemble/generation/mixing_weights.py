@@ -1,0 +1,110 @@
+"""The mixing weights of one call: for all rows, for each row, or decided step by step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..config import normalize_weights
+from ..errors import ConfigurationError
+
+WeightsLike: TypeAlias = Sequence[float] | Sequence[Sequence[float]] | Tensor | Callable[[int, Tensor], Any]
+"""One weight per member; one such list per prompt; or a function of the step (from 0) and the ids so far that gives
+either."""
+
+
+class MixingWeights:
+    """Every row's mixing weights at every step.
+
+    Args:
+        weights: See `WeightsLike`; None gives every member the same.
+        num_members: Number of members.
+        as_given: Whether negative ones are allowed, and none is scaled to sum 1.
+
+    Attributes:
+        participants: Members that may have a weight other than 0.
+        is_fixed: Whether all rows have the same weights at all steps.
+
+    Raises:
+        ConfigurationError: If there is not one weight per member, or one is not allowed.
+    """
+
+    def __init__(self, weights: WeightsLike | None, num_members: int, as_given: bool = False):
+        self._num_members = num_members
+        self._as_given = as_given
+        self._function = weights if callable(weights) else None
+        self._rows = None if callable(weights) else self._checked(weights)
+        self.participants = set(range(num_members))
+        if self._rows is not None:
+            self.participants = set((self._rows != 0).any(0).nonzero()[:, 0].tolist())
+        self.is_fixed = self._rows is not None and len(self._rows) == 1
+
+    def is_only(self, member: int) -> bool:
+        """Whether this member decides alone, as it would by itself."""
+        return self.participants == {member} and (not self._as_given or bool((self._of_rows()[:, member] == 1).all()))
+
+    def fixed(self, name: str) -> list[float]:
+        """The weights of all rows and steps, for what takes no others.
+
+        Args:
+            name: Of the method, for the error.
+
+        Raises:
+            ConfigurationError: If they differ by row or step.
+        """
+        if not self.is_fixed:
+            raise ConfigurationError(
+                f"method {name!r} does not mix by weights: give one weight per member (0 leaves it out), not one for each "
+                "row or step."
+            )
+        values: list[float] = self._of_rows()[0].tolist()
+        return values
+
+    def expand(self, num_prompts: int, copies: int) -> None:
+        """Set how many rows there are: `num_prompts` prompts, each `copies` times.
+
+        Raises:
+            ConfigurationError: If weights were given for another number of prompts.
+        """
+        self._num_prompts, self._copies = num_prompts, copies
+        if self._rows is not None:
+            self._rows = self._expanded(self._rows)
+
+    def at(self, step: int, input_ids: Tensor) -> Tensor:
+        """The weights of a step, of shape `(batch_size, num_members)`, on the CPU; the same tensor if nothing changes.
+
+        Args:
+            step: Number of steps before it.
+            input_ids: All ids so far, of shape `(batch_size, length)`.
+        """
+        if self._function is None:
+            return self._of_rows()
+        return self._expanded(self._checked(self._function(step, input_ids), f" at step {step + 1}"))
+
+    def _of_rows(self) -> Tensor:
+        assert self._rows is not None
+        return self._rows
+
+    def _expanded(self, rows: Tensor) -> Tensor:
+        num_rows = self._num_prompts * self._copies
+        if len(rows) == 1:
+            return rows.expand(num_rows, -1)
+        if len(rows) not in (self._num_prompts, num_rows):
+            raise ConfigurationError(
+                f"`weights` must have one row per prompt: got {len(rows)} rows for {self._num_prompts} prompts."
+            )
+        return rows if len(rows) == num_rows else rows.repeat_interleave(self._copies, dim=0)
+
+    def _checked(self, weights: Any, where: str = "") -> Tensor:
+        values = weights.tolist() if isinstance(weights, Tensor) else weights
+        if isinstance(values, (int, float)):
+            raise ConfigurationError(f"`weights`{where} must have one entry per member, but is {values!r}.")
+        rows = (
+            values if values is not None and len(values) and isinstance(values[0], (list, tuple, Tensor)) else [values]
+        )
+        try:
+            checked = [normalize_weights(row, self._num_members, self._as_given) for row in rows]
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error} (given{where})" if where else str(error)) from None
+        return torch.tensor(checked)

@@ -1,0 +1,108 @@
+"""The product of experts: weighted log-probabilities summed over the union vocabulary."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..mixing import log_normalizer, merge_duplicates, put_eos
+from ..vocabulary.context import Resync
+from ..vocabulary.token_bytes import CONTROL
+from ..vocabulary.union import UnionVocabulary
+from .base import Mixed, TokenMethod
+
+
+class ProductOfExperts(TokenMethod):
+    """Fuse `log q(x) = sum_i w_i log p_i(x) + const` over the entries x of the union vocabulary.
+
+    Weights are taken as given. A negative one turns a member into what the others are contrasted with; where it gives
+    nothing, it does not count. An entry that a member lacks has the log-probability of the first id that writes it.
+    Control tokens of the primary other than EOS take no part.
+
+    Args:
+        union: The union vocabulary of the members.
+        eos_ids: For each member, the ids that end a text.
+        device: Where the primary's logits are.
+        alpha: Plausibility cut-off: entries with less than `alpha` times the probability of the primary's best are
+            dropped. None: none is.
+
+    Reference:
+        Li et al., "Contrastive Decoding" (https://arxiv.org/abs/2210.15097) for the cut-off; Liu et al., "Tuning Language
+        Models by Proxy" (https://arxiv.org/abs/2401.08565) for negative weights.
+
+    Relations:
+        GaC averages probabilities: an entry needs one member that believes in it, here it needs all of them.
+    """
+
+    resync: Resync = "append"
+    is_wide = True
+
+    def __init__(
+        self,
+        union: UnionVocabulary,
+        eos_ids: Sequence[Sequence[int]],
+        device: torch.device,
+        alpha: float | None = None,
+    ):
+        super().__init__(union, eos_ids, device)
+        self.alpha = alpha
+        is_control = torch.as_tensor(union.encoders[0].token_bytes.kinds == CONTROL, device=device)
+        self._primary_control = is_control.nonzero()[:, 0]
+        ids = torch.arange(union.primary_size, device=device)
+        self._no_entry = (is_control | (self.maps[0].from_union[: union.primary_size] != ids)).nonzero()[:, 0]
+        # For each member and union entry the column to read: of its entries, of its ids, or of none.
+        self._own, self._first, self._lacks, self._cannot = [], [], [], []
+        for maps in self.maps:
+            own, first = maps.from_union[:-1], maps.first_id[:-1]
+            self._own.append(own.clamp_min(0))
+            self._first.append(first.clamp_min(0))
+            self._lacks.append(own < 0)
+            self._cannot.append((own < 0) & (first < 0))
+
+    def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
+        """Fuse one step; see `TokenMethod.mix`. Weights need not sum to 1."""
+        primary = logits[0]
+        assert primary is not None
+        normalizers = primary.new_zeros(primary.shape[0], len(logits))
+        fused = primary.new_zeros(primary.shape[0], len(self.union))
+        fused_eos = primary.new_zeros(primary.shape[0])
+        for index, member_logits in enumerate(logits):
+            if member_logits is None:
+                continue
+            masked = self.masked(member_logits, index)
+            if index == 0:
+                ends = self.maps[0].eos_ids
+                masked = masked.index_fill(1, self._primary_control, -torch.inf)
+                masked = masked.index_copy(1, ends, member_logits.index_select(1, ends))
+            normalizers[:, index] = log_normalizer(masked)
+            entry_logprobs, eos_logprob = self._logprobs(masked - normalizers[:, index, None], index)
+            weight = weights[:, index]
+            fused += _weighted(entry_logprobs, weight[:, None])
+            fused_eos += _weighted(eos_logprob, weight)
+            if index == 0 and self.alpha is not None and self.alpha > 0:
+                best = torch.maximum(entry_logprobs.amax(-1), eos_logprob)
+                # In a row that the primary has no weight in, it has no say in what is plausible either.
+                least = torch.where(weight != 0, best + torch.tensor(self.alpha, device=best.device).log(), -torch.inf)
+                fused.masked_fill_(entry_logprobs < least[:, None], -torch.inf)
+                fused_eos.masked_fill_(eos_logprob < least, -torch.inf)
+        fused.index_fill_(1, self._no_entry, -torch.inf).index_fill_(1, self.unwritable, -torch.inf)
+        if self.maps[0].eos_ids.numel():
+            put_eos(fused, fused_eos, primary, self.maps[0].eos_ids, nothing=-torch.inf)
+        return Mixed(fused.log_softmax(-1), normalizers)
+
+    def _logprobs(self, logprobs: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """A member's log-probabilities of union entries, of shape `(batch_size, union_size)`, and of EOS."""
+        maps = self.maps[index]
+        entries = merge_duplicates(logprobs, maps.duplicates)
+        read = torch.where(
+            self._lacks[index], logprobs.index_select(1, self._first[index]), entries.index_select(1, self._own[index])
+        )
+        read = read.masked_fill(self._cannot[index], -torch.inf)
+        if maps.eos_ids.numel():
+            return read, entries[:, maps.eos_ids[0]]
+        return read, torch.full_like(read[:, 0], -torch.inf)
+
+
+def _weighted(logprobs: Tensor, weight: Tensor) -> Tensor:
+    """The log-probabilities times a weight; 0 where that is `-inf` under a weight below 0, or the weight is 0."""
+    return torch.where((weight <= 0) & (logprobs == -torch.inf), 0.0, logprobs * weight)
