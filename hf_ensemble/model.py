@@ -88,6 +88,7 @@ class _Call:
         self.method = method
         self.weights = weights
         self.fusion: TokenFusion | None = None
+        self.has_cache = False
 
     @property
     def is_by_primary(self) -> bool:
@@ -475,13 +476,14 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 if value is not None:
                     raise ConfigurationError(f"`{name}` cannot be used with an ensemble.")
             call = self._call(method, weights)
+            call.has_cache = any(kwargs.get(key) is not None for key in ("past_key_values", "cache"))
             kwargs.pop("token_type_ids", None)
             settings = self._prepare_generation_config(  # type: ignore[misc]
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
             )[0]
             self._refuse_options(settings, kwargs)
             if call.is_by_spans:
-                self._refuse_options_of_spans(settings, kwargs, prefix_allowed_tokens_fn, synced_gpus)
+                self._refuse_options_of_spans(settings, call.has_cache, prefix_allowed_tokens_fn, synced_gpus)
             inputs = self._prepare_inputs(inputs, kwargs)
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
@@ -533,7 +535,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             )
 
     def _refuse_options_of_spans(
-        self, settings: GenerationConfig, kwargs: dict[str, Any], prefix_allowed_tokens_fn: Any, synced_gpus: Any
+        self, settings: GenerationConfig, has_cache: bool, prefix_allowed_tokens_fn: Any, synced_gpus: Any
     ) -> None:
         outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         refused: dict[str, Any] = {name: getattr(settings, name, None) for name in outputs}
@@ -542,7 +544,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn is not None,
             "synced_gpus": synced_gpus,
             "cache_implementation": settings.cache_implementation not in (None, "dynamic"),
-            "past_key_values": any(kwargs.get(key) is not None for key in ("past_key_values", "cache")),
+            "past_key_values": has_cache,
         }
         reasons = dict.fromkeys(outputs, "a span has no distribution over tokens; see `rounds` of the output")
         reasons |= {
@@ -647,7 +649,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             prompt,
             mask,
             is_wide=decides_over_union,
-            runs_primary=self._primary_can_wait(call, generation_config, model_kwargs),
+            runs_primary=self._primary_can_wait(call, generation_config),
             keep_rows=keeps_rows,
         )
         first = FusionProcessor(call.fusion, is_beam_search)
@@ -662,7 +664,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         return processors
 
     @staticmethod
-    def _primary_can_wait(call: _Call, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+    def _primary_can_wait(call: _Call, generation_config: Any) -> bool:
         """Whether the primary runs only where it is needed, since it is not at every step."""
         method, needs_it = call.method, False
         if 0 in call.weights.participants:
@@ -672,10 +674,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             needs_it = method.gate_rule[0] == 0
         # What only its own pass through the decoding loop can give.
         outputs = generation_config.output_attentions or generation_config.output_hidden_states
-        caches = any(model_kwargs.get(key) is not None for key in ("past_key_values", "cache"))
         return not (
             needs_it
-            or caches
+            or call.has_cache
             or generation_config.num_beams > 1
             or generation_config.use_cache is False
             or generation_config.prefill_chunk_size is not None

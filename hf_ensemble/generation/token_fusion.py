@@ -90,7 +90,7 @@ class TokenFusion:
         self._prompt_of_row: list[int] | None = prompts.prompt_of_row
         self._lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
         contexts = dict(prompts.contexts)
-        if runs_primary and 0 in participants:
+        if runs_primary:
             contexts[0] = [MemberContext.of_ids(members[0].encoder, ids) for ids in prompts.ids]
         self.runs_primary = runs_primary
         self.states = {index: MemberState(members[index], rows) for index, rows in contexts.items()}
@@ -154,7 +154,7 @@ class TokenFusion:
             else:
                 sitting_out = [row for row in self._live if state.contexts[self._prompt_of_row[row]].sits_out]
             if sitting_out:
-                plan = self._without(plan, index, sitting_out)
+                plan = _without(plan, index, sitting_out)
         deciding = [row for row in self._live if not (self.is_wide and self._queues[row])]
         for row in deciding:
             self._num_decided[row] += 1
@@ -206,19 +206,6 @@ class TokenFusion:
         assert self._prompt_of_row is not None
         expand_prompts(self.states, self._prompt_of_row, waiting)
         self._prompt_of_row = None
-
-    def _without(self, plan: Tensor, member: int, rows: Sequence[int]) -> Tensor:
-        """Take a member out of some rows and scale the other weights there to the sum that they had with it."""
-        kept = plan.clone()
-        kept[list(rows), member] = 0.0
-        before, after = plan.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)
-        if bool((kept[list(rows)] == 0).all(-1).any()):
-            raise MemberError(
-                f"member {self.members[member].name!r} cannot go on inside a character at step {self.num_steps + 1}, and "
-                "no other member has any weight. Give another member a weight above 0."
-            )
-        # Weights as given may sum to nothing, or turn over: then they stay as they are.
-        return torch.where(before * after > 0, kept * before / after, kept)
 
     def folded(self, rows: Tensor) -> Tensor:
         """Fold rows over the union vocabulary onto the primary's ids; others as they are."""
@@ -409,7 +396,7 @@ class TokenFusion:
 
     def _append(self, row: int, primary_id: int) -> None:
         self._lengths[row] += 1
-        if self.runs_primary and 0 in self.states:
+        if self.runs_primary:
             self.states[0].contexts[self._place_of[row]].ids.append(primary_id)
 
     def _write(self, row: int, primary_id: int) -> None:
@@ -503,3 +490,15 @@ class TokenFusion:
                         stacklevel=2,
                     )
         return full
+
+
+def _without(plan: Tensor, member: int, rows: Sequence[int]) -> Tensor:
+    """Take a member out of some rows, and scale the other weights there to the sum that they had with it."""
+    kept = plan.clone()
+    kept[list(rows), member] = 0.0
+    before, after = plan.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)
+    # Weights as given may sum to nothing, or turn over: then they stay as they are.
+    kept = torch.where(before * after > 0, kept * before / after, kept)
+    # Where nobody else has a weight, the primary goes on until the member can.
+    kept[(kept == 0).all(-1), 0] = 1.0
+    return kept
