@@ -42,7 +42,9 @@ def along(ensemble, rows, num_new=24, **options):
     ids = ensemble.tokenizer(TEXT, add_special_tokens=False)["input_ids"][:num_new]
     prompt_length = rows["input_ids"].shape[1]
     replay = Replay(ids, prompt_length)
-    return run(ensemble, rows, max_new_tokens=len(ids), logits_processor=[replay], eos_token_id=[], pad_token_id=0, **options)
+    return run(
+        ensemble, rows, max_new_tokens=len(ids), logits_processor=[replay], eos_token_id=[], pad_token_id=0, **options
+    )
 
 
 def sharpened(model, factor):

@@ -1,0 +1,52 @@
+"""The example scripts run, on tiny members."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.fixture
+def members(tmp_path):
+    """Folders of two members."""
+    for name, tokenizer, make in (
+        ("a", tiny.smol_like(), tiny.tiny_llama),
+        ("b", tiny.gemma_like(), tiny.tiny_gemma3),
+    ):
+        make(tokenizer).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    return [str(tmp_path / name) for name in "ab"]
+
+
+def run(name, arguments, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main()
+
+
+@pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+def test_contrastive_decoding(members, monkeypatch, capsys):
+    """Without any contrast it is the expert."""
+    options = ["--expert", members[0], "--amateur", members[1], "--new-tokens", "6"]
+    run("contrastive_decoding", [*options, "--strength", "0"], monkeypatch)
+    texts = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert texts[0] == texts[1]
+    run("contrastive_decoding", [*options, "--strength", "3"], monkeypatch)
+    moved = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert moved[0] == texts[0] != moved[1]
+
+
+@pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+def test_proxy_tuning(members, monkeypatch, capsys):
+    """Without an untuned twin nothing moves."""
+    run("proxy_tuning", ["--base", members[0], "--tuned", members[1], "--new-tokens", "6"], monkeypatch)
+    texts = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert texts[0::2] == texts[1::2]
