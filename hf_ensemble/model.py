@@ -457,6 +457,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
             )[0]
             self._refuse_options(settings, kwargs)
+            if call.method.greedy_only and any(call.weights[1:]):
+                _refuse_all_but_greedy(settings, call.method)
             if call.is_by_spans:
                 self._refuse_options_of_spans(settings, kwargs, prefix_allowed_tokens_fn, synced_gpus)
             inputs = self._prepare_inputs(inputs, kwargs)
@@ -691,6 +693,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     def _method(self, config: MethodConfig, eos_ids: list[int]) -> TokenMethod:
         device = self._members[0].model.get_output_embeddings().weight.device
         key = (config, tuple(eos_ids), device)
+        for other_key, other in list(self._methods.items()):
+            if other_key != key:
+                other.forget()
         if key not in self._methods:
             if len(self._methods) >= _MAX_METHODS:
                 self._methods.clear()
@@ -723,6 +728,16 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def _is_stateful(self) -> bool:  # type: ignore[override]
         return bool(self.primary._is_stateful)
+
+
+def _refuse_all_but_greedy(settings: GenerationConfig, method: MethodConfig) -> None:
+    asked = {"do_sample": bool(settings.do_sample), "num_beams": settings.num_beams not in (None, 1)}
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ConfigurationError(
+                f"`{name}={getattr(settings, name)}` cannot be used with these options of method {method.name!r}: "
+                f"{method.greedy_only}. Pass `do_sample=False` and `num_beams=1`."
+            )
 
 
 def _left_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

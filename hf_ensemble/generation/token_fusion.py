@@ -91,7 +91,7 @@ class TokenFusion:
         if self.is_wide and self._live and all(self._queues[row] for row in self._live):
             return scores
         primary = scores.float()
-        if self._weights[0] == 0:
+        if self._weights[0] == 0 and not self.method.starts_from_primary:
             # It does not take part: EOS is written as its first EOS id.
             primary = torch.zeros_like(primary)
         logits: list[Tensor | None] = [primary, *([None] * (len(self.members) - 1))]
@@ -108,7 +108,9 @@ class TokenFusion:
                 weights = _without(weights, index, sitting_out)
             logits[index] = self._spread(state.logits().to(primary.device, torch.float32))
         mixed = self._mix(logits, weights)
-        self._normalizers = torch.where(weights > 0, mixed.normalizers, 0.0)
+        takes_part = weights > 0
+        takes_part[:, 0] |= self.method.starts_from_primary
+        self._normalizers = torch.where(takes_part, mixed.normalizers, 0.0)
         fused = mixed.logprobs if self.is_wide else self.folded(mixed.logprobs)
         if self.keep_rows:
             self.logits_rows.append(self.folded(fused))
