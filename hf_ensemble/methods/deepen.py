@@ -81,7 +81,7 @@ class Deepen(TokenMethod):
                 normalizers[:, index] = log_normalizer(taking_part[index])
         fused = taking_part[0]
         rows = self._rows_to_fuse(taking_part, weights).nonzero()[:, 0]
-        for some in rows.split(self._rows_at_once):
+        for some in rows.split(self._rows_at_once or max(1, len(rows))):
             part = {index: member_logits[some] for index, member_logits in taking_part.items()}
             fused = fused.index_copy(0, some, self._fuse(part, weights[some]))
         return Mixed(self._pooled(fused, primary), normalizers)
@@ -108,7 +108,8 @@ class Deepen(TokenMethod):
         self._dead_ids = [dead.nonzero()[:, 0].to(self.device) for dead in is_dead]
         self._num_anchors = int(lives.sum())
         support = self.config.support
-        self._rows_at_once = max(1, min(rows.capacity for rows in self._rows) // support) if support else 1
+        # As many rows of a batch as their supports' rows surely fit; with all ids, one pass serves the whole batch.
+        self._rows_at_once = max(1, min(rows.capacity for rows in self._rows) // support) if support else None
 
     def _state_of_embeddings(self) -> list[tuple[int, int]]:
         """What changes when somebody moves or trains the embeddings."""

@@ -209,7 +209,10 @@ def test_neither_the_bound_of_kept_rows_nor_their_way_of_forming_changes_anythin
     config = DeepenConfig(support=support)
     expected = two.mix(config)
     row = 4 * two.method(config)._num_anchors
-    for cache, copy, scratch, block in itertools.product((row * 33, row * 64), (0, 2**20), (row, 2**20), (row, 2**20)):
+    bounds = itertools.product((row * 33, row * 64), (0, 2**20), (row, 2**20), (row, 2**20))
+    if support is None:
+        bounds = ((row * 64, 0, 2**20, 2**20), (row * 200, 2**20, row * 9, row * 2))
+    for cache, copy, scratch, block in bounds:
         monkeypatch.setattr(relative, "_CACHE_BYTES", cache)
         monkeypatch.setattr(relative, "_COPY_BYTES", copy)
         monkeypatch.setattr(relative, "_SCRATCH_BYTES", scratch)
