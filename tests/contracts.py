@@ -21,7 +21,10 @@ from hf_ensemble import EnsembleForCausalLM, MemberConfig, MemberError
 from tests import tiny
 from tests.reference import EOS, ReferenceMember
 
-METHODS = ("gac", "unite", "deepen")
+AVERAGING = ("gac", "unite")
+"""Methods of which a test can say what members' distributions are averaged to."""
+
+METHODS = (*AVERAGING, "deepen")
 SPANS = "sweetspan"
 PROMPTS = ("The capital of France is", "The cat", "Once upon a time there was a king")
 NUM_NEW = 6

@@ -18,7 +18,7 @@ _SCRATCH_BYTES = 320 * 2**20
 _BLOCK_BYTES = 24 * 2**20
 """Size of the pieces in which rows are normalised: they stay in a GPU's cache over the passes."""
 
-_PRODUCT_BLOCK = 16384
+_CONVERTED_ROWS = 16384
 _TINY = 1e-30
 _HAS_OUT_DTYPE = torch.__version__ >= "2.8"
 _FORMING = threading.Lock()
@@ -28,7 +28,8 @@ class RelativeRows:
     """One member's relative representation `R̂`, of which only rows that are asked for exist, and a bounded number.
 
     A row is the softmax over the anchors of the cosine similarities between a token's embedding and the anchors'. Rows
-    are formed and kept, in float32, where the embeddings are; when no more fit, all are forgotten. Rows of tokens
+    are formed and kept, in float32, where the embeddings are; when no more fit, those not asked for just then are
+    forgotten. Rows of tokens
     without an embedding (all zeros) are uniform.
 
     Args:
@@ -69,15 +70,23 @@ class RelativeRows:
         with _FORMING:
             if self._kept is None:
                 self._kept = self._anchor_inverse_norms.new_empty(self.capacity, self._num_anchors)
-            missing = ids[self._slot_of[ids] < 0]
+            is_missing = self._slot_of[ids] < 0
+            missing = ids[is_missing]
             if self._num_kept + len(missing) > self.capacity:
-                self._slot_of.fill_(-1)
-                self._num_kept, missing = 0, ids
+                self._keep_only(ids[~is_missing])
             if len(missing):
                 start, self._num_kept = self._num_kept, self._num_kept + len(missing)
                 self.form(missing, self._kept[start : self._num_kept])
                 self._slot_of[missing] = torch.arange(start, self._num_kept, device=ids.device)
             return TakenRows(self, ids, self._kept[self._slot_of[ids]])
+
+    def _keep_only(self, ids: Tensor) -> None:
+        assert self._kept is not None
+        slots = self._slot_of[ids]
+        self._slot_of.fill_(-1)
+        self._kept[: len(ids)] = self._kept[slots]
+        self._slot_of[ids] = torch.arange(len(ids), device=ids.device)
+        self._num_kept = len(ids)
 
     def form(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Form rows of some ids, of shape `(num_ids, num_anchors)`, into `out` if given."""
@@ -97,8 +106,8 @@ class RelativeRows:
                     scale = self._inverse_norms[few_ids, None]
                 else:
                     scale = self._sharpness / torch.linalg.vector_norm(few, dim=-1, keepdim=True).clamp_min(_TINY)
-                few.sub_(few.amax(-1, keepdim=True)).mul_(scale).exp_()
-                few.div_(few.sum(-1, keepdim=True))
+                torch.addcmul(-few.amax(-1, keepdim=True) * scale, few, scale, out=few)
+                few.exp_().div_(few.sum(-1, keepdim=True))
         return out
 
     def forget(self) -> None:
@@ -140,7 +149,8 @@ class TakenRows:
 
 def inverse_norms(embeddings: Tensor) -> Tensor:
     """One over the length of every row, 0 for rows of zeros, in float32, of shape `(num_rows,)`."""
-    norms = torch.linalg.vector_norm(embeddings, dim=-1, dtype=torch.float32)
+    # In pieces, since each is converted as a whole.
+    norms = torch.cat([torch.linalg.vector_norm(block.float(), dim=-1) for block in embeddings.split(_CONVERTED_ROWS)])
     return torch.where(norms > 0, 1 / norms, 0.0)
 
 
@@ -152,4 +162,4 @@ def _products(queries: Tensor, keys: Tensor) -> Tensor:
         return torch.mm(queries, keys.T, out_dtype=torch.float32)
     # No kernel does that here; the keys are converted in pieces, to keep the memory small.
     queries = queries.float()
-    return torch.cat([queries @ block.float().T for block in keys.split(_PRODUCT_BLOCK)], dim=-1)
+    return torch.cat([queries @ block.float().T for block in keys.split(_CONVERTED_ROWS)], dim=-1)

@@ -11,7 +11,9 @@ from hf_ensemble import AnchorTokens, ConfigurationError, DeepenConfig, MemberEr
 from hf_ensemble.methods import deepen as deepen_module
 from hf_ensemble.methods.deepen import Deepen
 from hf_ensemble.vocabulary import relative
+from hf_ensemble.vocabulary.encoding import ByteEncoder
 from hf_ensemble.vocabulary.relative import RelativeRows
+from hf_ensemble.vocabulary.token_bytes import TokenBytes
 from tests import tiny
 from tests.contracts import CORE_RECIPES, changed_logits, make_ensemble, prompt_rows, run
 from tests.reference import ReferenceMember
@@ -227,7 +229,7 @@ def test_neither_the_bound_of_kept_rows_nor_their_way_of_forming_changes_anythin
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_embeddings_are_compared_in_float32(dtype, monkeypatch):
-    monkeypatch.setattr(relative, "_PRODUCT_BLOCK", 50)
+    monkeypatch.setattr(relative, "_CONVERTED_ROWS", 50)
     generator = torch.Generator().manual_seed(0)
     embeddings = torch.randn(300, 64, generator=generator).to(dtype)
     anchors = torch.arange(20, 200)
@@ -270,6 +272,24 @@ def test_embeddings_of_zeros_take_no_part(two, variant):
         logits[:, i] = -50.0
     torch.testing.assert_close(case.mix(config), found)
     assert case.method(config)._num_anchors == len(common) - 2
+
+
+@each_variant
+def test_columns_without_a_token_change_nothing(two, config):
+    """Padded embeddings: whatever stands in them, in either member."""
+    padded = Case(two.tokenizers, seed=0)
+    for index, embedding in enumerate(two.embeddings):
+        weight = torch.cat([embedding.weight.detach(), 5 * torch.ones(9, embedding.weight.shape[1])])
+        padded.embeddings[index] = nn.Embedding(*weight.shape, _weight=weight)
+        padded.logits[index] = torch.cat([two.logits[index], torch.full((4, 9), 20.0)], dim=-1)
+    encoders = [
+        ByteEncoder(tokenizer, TokenBytes(tokenizer, num_ids=logits.shape[1], cache=False))
+        for tokenizer, logits in zip(padded.tokenizers, padded.logits, strict=True)
+    ]
+    padded.union = UnionVocabulary(encoders, cache=False)
+    found = padded.mix(config)
+    assert found[:, -9:].tolist() == [[0] * 9] * 4
+    torch.testing.assert_close(found[:, :-9], two.mix(config), atol=1e-6, rtol=1e-4)
 
 
 def test_no_living_anchor_and_no_common_entry_are_errors_when_it_is_built(two):
