@@ -1,17 +1,20 @@
 """Several causal language models, with different tokenizers, that decode together as one Hugging Face model."""
 
-from .config import EnsembleConfig, GacConfig, MemberConfig, SweetSpanConfig, UniteConfig
+from .config import DeepenConfig, EnsembleConfig, GacConfig, MemberConfig, SweetSpanConfig, UniteConfig
 from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
 from .generation.logits_process import EnsembleLogitsProcessor
 from .generation.span_decoding import SpanCandidate, SpanDecoderOutput, SpanRound
 from .generation.stopping_criteria import SpanStoppingCriteria
 from .model import EnsembleForCausalLM
+from .vocabulary.anchors import AnchorTokens
 from .vocabulary.union import UnionVocabulary
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AnchorTokens",
     "ConfigurationError",
+    "DeepenConfig",
     "EnsembleConfig",
     "EnsembleError",
     "EnsembleForCausalLM",

@@ -42,6 +42,11 @@ class MethodConfig:
         """The method's name and options, as they are saved."""
         return {"name": self.name, **dataclasses.asdict(self)}
 
+    @property
+    def greedy_only(self) -> str | None:
+        """Why these options allow neither sampling nor beams; None if they do."""
+        return None
+
 
 def _check_gate(threshold: float | None, gate: int) -> None:
     is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
@@ -131,6 +136,68 @@ class UniteConfig(MethodConfig):
         return None if self.threshold is None else (self.gate, self.threshold)
 
 
+DeepenVariant = Literal["released", "paper"]
+
+
+@dataclass(frozen=True)
+class DeepenConfig(MethodConfig):
+    """DeePEn: mixing in the space of similarities to anchor tokens."""
+
+    name: ClassVar[str] = "deepen"
+
+    variant: DeepenVariant = "released"
+    """`"released"` (the published code: AdamW on logits) or `"paper"` (its equations: gradient steps on probabilities;
+    greedy decoding only)."""
+
+    num_anchors: int | None = None
+    """Number of anchors, drawn from the entries that all members have. None, or more than there are: all of them."""
+
+    anchor_seed: int = 0
+    """Seed of the draw."""
+
+    learning_rate: float = 0.15
+    """η: rate of the search; the paper tries 0.05 to 0.30."""
+
+    num_steps: int = 5
+    """T: steps of the search."""
+
+    support: int | None = 512
+    """Number of each member's best ids whose similarities are used. The primary's other ids keep their logits, an
+    assistant's count nothing. None: all ids, which is exact and for small vocabularies."""
+
+    skip_on_agreement: bool = False
+    """Whether the primary's own distribution stands where all members' best entries are the same; greedy decoding
+    only."""
+
+    def __post_init__(self) -> None:
+        if self.variant not in get_args(DeepenVariant):
+            raise ConfigurationError(
+                f"`variant` has to be one of {', '.join(get_args(DeepenVariant))}, but is {self.variant!r}."
+            )
+        for name in ("num_anchors", "num_steps", "support"):
+            value = getattr(self, name)
+            if value is None and name != "num_steps":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"`{name}` has to be a positive integer, but is {value!r}.")
+        if not isinstance(self.anchor_seed, int) or isinstance(self.anchor_seed, bool):
+            raise ConfigurationError(f"`anchor_seed` has to be an integer, but is {self.anchor_seed!r}.")
+        rate = self.learning_rate
+        if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0 < rate <= 1:
+            raise ConfigurationError(f"`learning_rate` has to be above 0 and at most 1, but is {rate!r}.")
+        if not isinstance(self.skip_on_agreement, bool):
+            raise ConfigurationError(f"`skip_on_agreement` has to be a bool, but is {self.skip_on_agreement!r}.")
+
+    @property
+    def greedy_only(self) -> str | None:
+        """Why these options allow neither sampling nor beams; None if they do."""
+        if self.variant == "paper":
+            return "the distribution of variant 'paper' is nearly flat and only ranks tokens"
+        if self.skip_on_agreement:
+            return "with `skip_on_agreement`, steps have the primary's distribution where members agree on the best"
+        return None
+
+
 SpanScore = Literal["perplexity", "bits_per_byte"]
 
 
@@ -179,7 +246,9 @@ class SweetSpanConfig(MethodConfig):
         return 16 * self.span_length if self.max_span_tokens is None else self.max_span_tokens
 
 
-METHODS: dict[str, type[MethodConfig]] = {config.name: config for config in (GacConfig, UniteConfig, SweetSpanConfig)}
+METHODS: dict[str, type[MethodConfig]] = {
+    config.name: config for config in (GacConfig, UniteConfig, DeepenConfig, SweetSpanConfig)
+}
 
 
 def method_config(method: "str | MethodConfig | dict[str, Any]") -> MethodConfig:

@@ -482,6 +482,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
             )[0]
             self._refuse_options(settings, kwargs)
+            if call.method.greedy_only and not call.is_by_primary:
+                _refuse_all_but_greedy(settings, call.method)
             if call.is_by_spans:
                 self._refuse_options_of_spans(settings, call.has_cache, prefix_allowed_tokens_fn, synced_gpus)
             inputs = self._prepare_inputs(inputs, kwargs)
@@ -641,15 +643,16 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             self._refuse_all_but_plain_sampling(generation_config, stock)
         call.weights.expand(len(prompt), copies)
         prompt = prompt.repeat_interleave(copies, dim=0)
+        method = self._method(call.method, eos_ids)
         call.fusion = TokenFusion(
             self._members,
-            self._method(call.method, eos_ids),
+            method,
             call.method,
             call.weights,
             prompt,
             mask,
             is_wide=decides_over_union,
-            runs_primary=self._primary_can_wait(call, generation_config),
+            runs_primary=not method.starts_from_primary and self._primary_can_wait(call, generation_config),
             keep_rows=keeps_rows,
         )
         first = FusionProcessor(call.fusion, is_beam_search)
@@ -773,6 +776,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     def _method(self, config: MethodConfig, eos_ids: list[int]) -> TokenMethod:
         device = self._members[0].model.get_output_embeddings().weight.device
         key = (config, tuple(eos_ids), device)
+        for other_key, other in list(self._methods.items()):
+            if other_key != key:
+                other.forget()
         if key not in self._methods:
             if len(self._methods) >= _MAX_METHODS:
                 self._methods.clear()
@@ -809,6 +815,16 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def _is_stateful(self) -> bool:  # type: ignore[override]
         return bool(self.primary._is_stateful)
+
+
+def _refuse_all_but_greedy(settings: GenerationConfig, method: MethodConfig) -> None:
+    asked = {"do_sample": bool(settings.do_sample), "num_beams": settings.num_beams not in (None, 1)}
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ConfigurationError(
+                f"`{name}={getattr(settings, name)}` cannot be used with these options of method {method.name!r}: "
+                f"{method.greedy_only}. Pass `do_sample=False` and `num_beams=1`."
+            )
 
 
 def _left_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -20,6 +20,7 @@ from transformers import (
 from hf_ensemble import ConfigurationError, GacConfig, MemberError, UniteConfig
 from tests import tiny
 from tests.contracts import (
+    AVERAGING,
     CORE_RECIPES,
     METHODS,
     PROMPTS,
@@ -38,7 +39,7 @@ from tests.reference import Reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 
-each_method = pytest.mark.parametrize("method", METHODS)
+each_method = pytest.mark.parametrize("method", AVERAGING)
 
 
 @pytest.fixture

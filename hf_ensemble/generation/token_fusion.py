@@ -118,6 +118,7 @@ class TokenFusion:
         logits: list[Tensor | None] = [None if self.runs_primary else primary, *([None] * (len(self.members) - 1))]
         plan = self._plan(logits)
         needed = plan != 0
+        needed[:, 0] |= self.method.starts_from_primary
         if self._prompt_of_row is not None:
             waiting = {index for index in self.states if not needed[:, index].any()}
             self._expand_prompts(waiting)
@@ -136,7 +137,9 @@ class TokenFusion:
         if logits[0] is None:
             logits[0] = torch.zeros_like(primary)
         mixed = self._mix(logits, weights)
-        self._normalizers = torch.where(weights != 0, mixed.normalizers, 0.0)
+        takes_part = weights != 0
+        takes_part[:, 0] |= self.method.starts_from_primary
+        self._normalizers = torch.where(takes_part, mixed.normalizers, 0.0)
         fused = mixed.logprobs if self.is_wide else self.folded(mixed.logprobs)
         if self.keep_rows:
             self.logits_rows.append(self.folded(fused))

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..config import GacConfig, MethodConfig, UniteConfig
+from ..config import DeepenConfig, GacConfig, MethodConfig, UniteConfig
 from ..errors import ConfigurationError
 from ..member import Member
 from ..vocabulary.union import UnionVocabulary
 from .base import TokenMethod
+from .deepen import Deepen
 from .gac import Gac
 from .product import ProductOfExperts
 from .unite import Unite
@@ -36,4 +37,7 @@ def build_method(
         return ProductOfExperts(union, eos_ids, device, alpha=config.alpha)
     if isinstance(config, GacConfig):
         return Gac(union, eos_ids, device)
+    if isinstance(config, DeepenConfig):
+        embeddings = [member.model.get_input_embeddings() for member in members]
+        return Deepen(union, eos_ids, device, embeddings, config)
     raise ConfigurationError(f"{type(config).__name__} is no token-level method.")

@@ -96,6 +96,8 @@ class TokenMethod(ABC):
     is_wide: bool
     is_capturable: bool = True
     """Whether `mix` does the same kernels at every step, with no look at the host, so that a CUDA graph can hold it."""
+    starts_from_primary: bool = False
+    """Whether `mix` needs the primary's logits even where the primary's weight is 0."""
 
     def __init__(self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device):
         self.union = union
@@ -125,6 +127,10 @@ class TokenMethod(ABC):
         masked = self.masked(logits, member)
         best = merge_duplicates(masked, self.maps[member].duplicates).amax(-1)
         return (best - log_normalizer(masked)).exp().clamp_max(1.0)
+
+    def forget(self) -> None:
+        """Give back memory of what can be made again, when another method is used."""
+        return
 
     @cached_property
     def first_ids_beyond_primary(self) -> Tensor:

@@ -14,10 +14,11 @@ import pytest
 from hf_ensemble import EnsembleForCausalLM
 from hf_ensemble.config import method_config, normalize_weights
 from tests import tiny
-from tests.contracts import METHODS, make_ensemble
+from tests.contracts import AVERAGING, METHODS, make_ensemble
 from tests.reference import ReferenceMember
 
-each_method = pytest.mark.parametrize("method", METHODS)
+each_method = pytest.mark.parametrize("method", AVERAGING)
+each_token_method = pytest.mark.parametrize("method", METHODS)
 
 
 def methods_by_turns(**values: Sequence) -> Any:
@@ -25,7 +26,7 @@ def methods_by_turns(**values: Sequence) -> Any:
     params = []
     for places in itertools.product(*(range(len(of_one)) for of_one in values.values())):
         chosen = [of_one[n] for of_one, n in zip(values.values(), places, strict=True)]
-        method = METHODS[sum(places) % len(METHODS)]
+        method = AVERAGING[sum(places) % len(AVERAGING)]
         names = [" + ".join(one) if isinstance(one, tuple) else str(one) for one in chosen]
         params.append(pytest.param(method, *chosen, id="-".join([*names, method])))
     return pytest.mark.parametrize(("method", *values), params)

@@ -18,8 +18,8 @@ import torch
 
 from tests import tiny
 from tests.contracts import (
+    AVERAGING,
     CORE_RECIPES,
-    METHODS,
     Recipe,
     assert_same_choices,
     assert_same_output,
@@ -93,7 +93,7 @@ def test_a_call_between_two_alike_leaves_no_trace(method, recipe):
             raise KeyboardInterrupt
         return scores
 
-    run(ensemble, rows[1:2], method=METHODS[METHODS.index(method) - 1], max_new_tokens=3, num_beams=2)
+    run(ensemble, rows[1:2], method=AVERAGING[AVERAGING.index(method) - 1], max_new_tokens=3, num_beams=2)
     assert_same_output(run(ensemble, rows[:1], method=method), expected)
     with pytest.raises(KeyboardInterrupt):
         run(ensemble, rows[2:], method=method, logits_processor=[stop])

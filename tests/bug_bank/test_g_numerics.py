@@ -4,7 +4,7 @@
 | --- | --- |
 | G1 | here; `contracts.py` (a member that gives NaN is named); Gemma in float16 in `real/test_bug_bank_real.py` |
 | G3 | here; real pair in `real/test_bug_bank_real.py` |
-| G4 | waits for DeePEn |
+| G4 | `methods/test_deepen.py` |
 | G6 | here; `test_generate.py` (a processor that leaves nothing) |
 | G7 | here for tokenizers; GGUF waits |
 """
@@ -25,7 +25,16 @@ from hf_ensemble import (
 from tests import tiny
 from tests.contracts import CORE_RECIPES, changed_logits, make_ensemble, padded, prompt_rows, run
 
-from .kit import control_tokens_may_be_chosen, each_method, ensemble_of, id_of, output_ids, ready, tokenizer_of
+from .kit import (
+    control_tokens_may_be_chosen,
+    each_method,
+    each_token_method,
+    ensemble_of,
+    id_of,
+    output_ids,
+    ready,
+    tokenizer_of,
+)
 
 pytestmark = control_tokens_may_be_chosen
 
@@ -59,7 +68,7 @@ def broken(index, step, value=torch.nan, dtype=torch.float16):
     return ensemble
 
 
-@each_method
+@each_token_method
 @each_way
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_member_that_gives_nan_is_named_with_its_dtype_and_step(method, options, index):
@@ -70,7 +79,7 @@ def test_a_member_that_gives_nan_is_named_with_its_dtype_and_step(method, option
         output_ids(ensemble, "a", method=method, max_new_tokens=6, **options)
 
 
-@each_method
+@each_token_method
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -81,7 +90,7 @@ def test_not_a_number_in_the_first_step_is_named(method, value, index, do_sample
         output_ids(ensemble, "a", method=method, max_new_tokens=3, do_sample=do_sample)
 
 
-@each_method
+@each_token_method
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("index", [0, 1])
 def test_beside_another_models_generate_it_is_named_too(method, do_sample, index):
@@ -95,7 +104,7 @@ def test_beside_another_models_generate_it_is_named_too(method, do_sample, index
         models[0].generate(**ids, logits_processor=[processor], max_new_tokens=4, do_sample=do_sample)
 
 
-@each_method
+@each_token_method
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("index", [0, 1])
 def test_what_a_member_gives_for_a_row_that_has_ended_does_not_matter(method, do_sample, index):
@@ -121,7 +130,7 @@ def test_what_a_member_gives_for_a_row_that_has_ended_does_not_matter(method, do
     assert output.tolist() == [[b, a, end, pad, pad, pad], [a] * 6]
 
 
-@each_method
+@each_token_method
 def test_a_member_whose_logits_are_all_ruled_out_is_named(method):
     """G1: Nothing but -inf is no distribution either."""
     for index in (0, 1):
@@ -136,7 +145,7 @@ def test_a_member_whose_logits_are_all_ruled_out_is_named(method):
 # --- G3 -------------------------------------------------------------------------------------------------------------
 
 
-@each_method
+@each_token_method
 @pytest.mark.parametrize(
     "dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")], ids=" + ".join
 )
@@ -155,7 +164,7 @@ def test_members_of_unlike_dtypes_are_mixed_in_float32(method, dtypes):
     assert [str(model.dtype).removeprefix("torch.") for model in models] == list(dtypes)
 
 
-@each_method
+@each_token_method
 def test_the_order_of_equally_weighted_assistants_does_not_matter(method):
     """G3: Distributions over the primary's ids, and the text, for every order of three assistants."""
     names = ("gemma", "unigram", "large")
@@ -247,7 +256,7 @@ def test_an_allowed_list_outside_of_what_is_proposed_is_followed_or_an_error(met
         assert method == "gac" or way == "prefix function"
 
 
-@each_method
+@each_token_method
 def test_one_row_without_a_candidate_is_named_by_row_and_step(method):
     """G6: In a batch whose other rows are well."""
     ensemble, ids = abc(method)
@@ -265,7 +274,7 @@ def test_one_row_without_a_candidate_is_named_by_row_and_step(method):
             )
 
 
-@each_method
+@each_token_method
 def test_a_row_that_has_ended_may_be_without_a_candidate(method):
     """G6: Nobody chooses there any more."""
     ensemble = CORE_RECIPES[0].ensemble

@@ -1,0 +1,262 @@
+"""Time, memory and exactness of DeePEn beside GaC.
+
+    python examples/benchmarks/deepen.py                           # the two demo models, whole steps
+    python examples/benchmarks/deepen.py --tokenizers A B          # the mixing alone, with random embeddings
+
+The first prints a fused step of each method, by turns in one process, then how far DeePEn's distribution is from that
+without a bound on the support, and, for two members with one vocabulary (a model, and itself without its last two
+layers), from the plain average. The second needs no model: logits and embeddings are random, on a GPU if there is one;
+`new` is a step in which no row of the support is kept from before (the worst case), `kept` one in which all are.
+Distances are total variation: half the sum of absolute differences.
+"""
+
+import argparse
+import copy
+import itertools
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoTokenizer
+from turns import TakeTurns
+
+import hf_ensemble
+from hf_ensemble import AnchorTokens, DeepenConfig, EnsembleForCausalLM, GacConfig, UnionVocabulary
+from hf_ensemble.methods.captured import CapturedMix
+from hf_ensemble.methods.deepen import Deepen
+from hf_ensemble.methods.gac import Gac
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a small village far away from the sea, there lived",
+    "def fibonacci(n):\n",
+    "Water boils at",
+    "The three most important inventions of the nineteenth century were",
+    "Dear Sir or Madam,\n\nI am writing to you about",
+    "In mathematics, a prime number is",
+    "Die Hauptstadt von Deutschland ist",
+)
+FEW = 4096
+
+
+def configs() -> dict[str, GacConfig | DeepenConfig]:
+    return {"gac": GacConfig(), f"deepen, {FEW} anchors": DeepenConfig(num_anchors=FEW), "deepen, all": DeepenConfig()}
+
+
+def quartiles(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles([1e3 * value for value in values], n=4)
+    return f"{middle:.1f} ({low:.1f}-{high:.1f})"
+
+
+# --- Memory ---------------------------------------------------------------------------------------------------------
+
+
+class Peak:
+    """MiB by which the peak of the memory rises above what is in use now: of the GPU, or of the process (Linux)."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+        self.start = self._used("VmRSS")
+
+    def mib(self) -> float:
+        return (self._used("VmHWM") - self.start) / 2**20
+
+    def _used(self, line: str) -> float:
+        if self.device.type == "cuda":
+            peak = line == "VmHWM"
+            return torch.cuda.max_memory_allocated(self.device) if peak else torch.cuda.memory_allocated(self.device)
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024.0 * int(next(one for one in lines if one.startswith(line)).split()[1])
+
+
+# --- Whole steps ----------------------------------------------------------------------------------------------------
+
+
+def time_steps(ensemble: EnsembleForCausalLM, new_tokens: int, rounds: int) -> None:
+    """Decode by turns with each method and print a step of each."""
+    inputs = ensemble.tokenizer(PROMPTS[1], return_tensors="pt").to(ensemble.device)
+    # No EOS: what is measured is a step, however the text would end.
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": ensemble.tokenizer.unk_token_id}
+    first: dict[str, list[float]] = {name: [] for name in configs()}
+    later: dict[str, list[float]] = {name: [] for name in configs()}
+    peaks: dict[str, float] = {}
+    ensemble.generate(**inputs, **{**settings, "max_new_tokens": 2}, method="gac")
+    for _ in range(rounds):
+        for name, config in configs().items():
+            for method in ensemble._methods.values():
+                method.forget()
+            peak = Peak(ensemble.device)
+            turns = TakeTurns([])
+            ensemble.generate(**inputs, **settings, method=config, stopping_criteria=[turns])
+            first[name].append(turns.fused[0])
+            later[name] += turns.fused[1:]
+            peaks[name] = max(peak.mib(), peaks.get(name, 0.0))
+    print(
+        "\n| method | step, ms, median (quartiles) | to GaC | first step, ms | peak above before, MiB |\n|---|---|---|---|---|"
+    )
+    gac = statistics.median(later["gac"])
+    for name, values in later.items():
+        ratio = statistics.median(values) / gac
+        start = 1e3 * statistics.median(first[name])
+        print(f"| {name} | {quartiles(values)} | {ratio:.2f} | {start:.0f} | {peaks[name]:.0f} |", flush=True)
+
+
+# --- Distances ------------------------------------------------------------------------------------------------------
+
+
+def last_logits(model, tokenizer) -> torch.Tensor:
+    """Logits after each prompt, of shape `(num_prompts, vocab_size)`."""
+    rows = [model(**tokenizer(text, return_tensors="pt").to(model.device)).logits[0, -1].float() for text in PROMPTS]
+    return torch.stack(rows)
+
+
+def method_of(models, tokenizers, config: DeepenConfig) -> Deepen:
+    union = UnionVocabulary.from_tokenizers(tokenizers)
+    eos_ids = [[tokenizer.eos_token_id] for tokenizer in tokenizers]
+    return Deepen(union, eos_ids, models[0].device, [model.get_input_embeddings() for model in models], config)
+
+
+def describe(found: torch.Tensor, expected: torch.Tensor) -> str:
+    distance = (found - expected).abs().sum(-1) / 2
+    same = int((found.argmax(-1) == expected.argmax(-1)).sum())
+    return f"{distance.median():.4f} | {distance.max():.4f} | {same} of {len(found)}"
+
+
+def mixed(models, tokenizers, logits, config: DeepenConfig) -> torch.Tensor:
+    weights = torch.full((len(PROMPTS), len(models)), 1 / len(models), device=logits[0].device)
+    return method_of(models, tokenizers, config).mix(logits, weights).logprobs.exp()
+
+
+@torch.no_grad()
+def show_support(ensemble: EnsembleForCausalLM, supports=(64, 512, 2048)) -> None:
+    logits = [last_logits(*pair) for pair in zip(ensemble.members, ensemble.tokenizers, strict=True)]
+    print(f"\n{FEW} anchors, {len(PROMPTS)} prompts, beside `support=None`:\n")
+    print("| support | distance, median | greatest | same best token |\n|---|---|---|---|")
+    exact = None
+    for support in (None, *supports):
+        config = DeepenConfig(num_anchors=FEW, support=support)
+        found = mixed(ensemble.members, ensemble.tokenizers, logits, config)
+        if exact is None:
+            exact = found
+            print(f"| the primary alone | {describe(logits[0].softmax(-1), exact)} |", flush=True)
+        else:
+            print(f"| {support} | {describe(found, exact)} |", flush=True)
+
+
+@torch.no_grad()
+def show_average(model, tokenizer) -> None:
+    """Print how far DeePEn is from the average of two members with the same vocabulary."""
+    worse = copy.deepcopy(model)
+    worse.model.layers = worse.model.layers[:-2]
+    models, tokenizers = [model, worse], [tokenizer] * 2
+    logits = [last_logits(one, tokenizer) for one in models]
+    probs = [one.softmax(-1) for one in logits]
+    average = (probs[0] + probs[1]) / 2
+    print("\nTwo members with one vocabulary, beside their plain average:\n")
+    print("| | distance, median | greatest | same best token |\n|---|---|---|---|")
+    print(f"| the primary alone | {describe(probs[0], average)} |")
+    for num_anchors, variant in itertools.product((FEW, None), ("released", "paper")):
+        found = mixed(models, tokenizers, logits, DeepenConfig(num_anchors=num_anchors, variant=variant))
+        print(f"| {variant}, {num_anchors or 'all'} anchors | {describe(found, average)} |", flush=True)
+
+
+# --- The mixing alone -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def time_mixing(folders: list[str], width: int, dtype: torch.dtype, device: torch.device, repeats: int) -> None:
+    """Print a mixing step with random embeddings and logits for real tokenizers."""
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in folders]
+    union = UnionVocabulary.from_tokenizers(tokenizers)
+    sizes = [encoder.token_bytes.num_ids for encoder in union.encoders]
+    eos_ids = [[tokenizer.eos_token_id] for tokenizer in tokenizers]
+    generator = torch.Generator(device).manual_seed(0)
+    embeddings = []
+    for size in sizes:
+        module = nn.Module()
+        module.weight = torch.randn(size, width, generator=generator, device=device, dtype=dtype)
+        embeddings.append(module)
+    weights = torch.full((1, len(sizes)), 1 / len(sizes), device=device)
+
+    def new_logits() -> list[torch.Tensor]:
+        return [3 * torch.randn(1, size, generator=generator, device=device) for size in sizes]
+
+    def step(mix, logits) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        mix(logits, weights)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    common = AnchorTokens(union).num_common
+    print(f"\nvocabularies {sizes}, {common:,} common entries, embeddings {width} wide in {dtype}\n")
+    print("| method | rows | mixing, ms, median (quartiles) | above GaC, ms | peak above the embeddings, MiB |")
+    print("|---|---|---|---|---|")
+    gac = 0.0
+    for name, config in configs().items():
+        new_logits()
+        peak = Peak(device)
+        is_gac = isinstance(config, GacConfig)
+        method = Gac(union, eos_ids, device) if is_gac else Deepen(union, eos_ids, device, embeddings, config)
+        mix = CapturedMix(method)
+        new = [step(mix, new_logits()) for _ in range(repeats)][5:]
+        same = new_logits()
+        kept = [step(mix, same) for _ in range(repeats)][5:]
+        gac = gac or statistics.median(new)
+        for rows, values in (("new", new), ("kept", kept))[: 1 if is_gac else 2]:
+            above = 1e3 * (statistics.median(values) - gac)
+            print(f"| {name} | {rows} | {quartiles(values)} | {above:.1f} | {peak.mib():.0f} |", flush=True)
+        del method, mix
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs=2, help="members; default: the two demo models")
+    parser.add_argument("--tokenizers", nargs="+", help="time the mixing alone, for these tokenizers")
+    parser.add_argument("--width", type=int, default=4096, help="of the random embeddings")
+    parser.add_argument("--dtype", default="bfloat16", help="of the random embeddings")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--new-tokens", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=40, help="steps of the mixing alone")
+    parser.add_argument("--skip-distances", action="store_true")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    print(
+        f"{torch.cuda.get_device_name() if device.type == 'cuda' else platform.machine()}, "
+        f"hf_ensemble {hf_ensemble.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} threads"
+    )
+    if args.tokenizers:
+        time_mixing(args.tokenizers, args.width, getattr(torch, args.dtype), device, args.repeats)
+        return
+    models = args.models
+    if models is None:
+        from demo_models import demo_model_paths
+
+        models = [str(path) for path in demo_model_paths()]
+    ensemble = EnsembleForCausalLM.from_pretrained(models, dtype=torch.float32, device_map=args.device)
+    common = AnchorTokens(ensemble.union_vocabulary).num_common
+    print(f"{' + '.join(Path(path).name for path in models)}: {common:,} common entries")
+    time_steps(ensemble, args.new_tokens, args.rounds)
+    if not args.skip_distances:
+        show_average(ensemble.members[0], ensemble.tokenizers[0])
+        show_support(ensemble)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Relative representations: a token as its similarities to the anchors, formed for the tokens that are asked for."""
+
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_CACHE_BYTES = 512 * 2**20
+"""Most memory of one member's kept rows."""
+
+_COPY_BYTES = 256 * 2**20
+"""Most memory of a copy of the anchors' embeddings; where they are larger, rows are formed against all embeddings."""
+
+_SCRATCH_BYTES = 320 * 2**20
+"""Most memory of the products from which rows are formed."""
+
+_BLOCK_BYTES = 24 * 2**20
+"""Size of the pieces in which rows are normalised: they stay in a GPU's cache over the passes."""
+
+_CONVERTED_ROWS = 16384
+_TINY = 1e-30
+_HAS_OUT_DTYPE = torch.__version__ >= "2.8"
+_FORMING = threading.Lock()
+
+
+class RelativeRows:
+    """One member's relative representation `R̂`, of which only rows that are asked for exist, and a bounded number.
+
+    A row is the softmax over the anchors of the cosine similarities between a token's embedding and the anchors'. Rows
+    are formed and kept, in float32, where the embeddings are; when no more fit, those not asked for just then are
+    forgotten. Rows of tokens
+    without an embedding (all zeros) are uniform.
+
+    Args:
+        embeddings: Of shape `(vocab_size, hidden_size)`; not copied.
+        anchor_ids: Ids of the anchors, of shape `(num_anchors,)`, on the embeddings' device.
+        sharpness: If given, similarities are scaled to length `sharpness` before the softmax.
+
+    Attributes:
+        capacity: Most rows that are kept.
+        device: Where they are.
+    """
+
+    def __init__(self, embeddings: Tensor, anchor_ids: Tensor, sharpness: float | None):
+        vocab_size, hidden_size = embeddings.shape
+        self.capacity = max(1, min(vocab_size, _CACHE_BYTES // (4 * len(anchor_ids))))
+        self.device = embeddings.device
+        self._embeddings = embeddings
+        self._sharpness = sharpness
+        self._inverse_norms = inverse_norms(embeddings)
+        self._anchor_inverse_norms = self._inverse_norms[anchor_ids]
+        self._num_anchors = len(anchor_ids)
+        is_small = len(anchor_ids) * hidden_size * embeddings.element_size() <= _COPY_BYTES
+        self._axes = embeddings[anchor_ids] if is_small else embeddings
+        self._columns = None if is_small else anchor_ids
+        self._slot_of = anchor_ids.new_full((vocab_size,), -1)
+        self._num_kept = 0
+        self._kept: Tensor | None = None
+
+    def take(self, ids: Tensor) -> "TakenRows":
+        """Rows of some ids, formed where they are not kept already.
+
+        Args:
+            ids: Ids, each once, of shape `(num_ids,)`, on the embeddings' device. More than `capacity` are formed in
+                pieces, again at every use.
+        """
+        if len(ids) > self.capacity:
+            return TakenRows(self, ids, None)
+        with _FORMING:
+            if self._kept is None:
+                self._kept = self._anchor_inverse_norms.new_empty(self.capacity, self._num_anchors)
+            is_missing = self._slot_of[ids] < 0
+            missing = ids[is_missing]
+            if self._num_kept + len(missing) > self.capacity:
+                self._keep_only(ids[~is_missing])
+            if len(missing):
+                start, self._num_kept = self._num_kept, self._num_kept + len(missing)
+                self.form(missing, self._kept[start : self._num_kept])
+                self._slot_of[missing] = torch.arange(start, self._num_kept, device=ids.device)
+            return TakenRows(self, ids, self._kept[self._slot_of[ids]])
+
+    def _keep_only(self, ids: Tensor) -> None:
+        assert self._kept is not None
+        slots = self._slot_of[ids]
+        self._slot_of.fill_(-1)
+        self._kept[: len(ids)] = self._kept[slots]
+        self._slot_of[ids] = torch.arange(len(ids), device=ids.device)
+        self._num_kept = len(ids)
+
+    def form(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Form rows of some ids, of shape `(num_ids, num_anchors)`, into `out` if given."""
+        if out is None:
+            out = self._anchor_inverse_norms.new_empty(len(ids), self._num_anchors)
+        num_scratch = max(1, _SCRATCH_BYTES // (4 * len(self._axes)))
+        num_block = max(1, _BLOCK_BYTES // (4 * self._num_anchors))
+        for part, rows in zip(ids.split(num_scratch), out.split(num_scratch), strict=True):
+            products = _products(self._embeddings[part], self._axes)
+            if self._columns is None:
+                rows.copy_(products)
+            else:
+                torch.index_select(products, 1, self._columns, out=rows)
+            for few_ids, few in zip(part.split(num_block), rows.split(num_block), strict=True):
+                few.mul_(self._anchor_inverse_norms)
+                if self._sharpness is None:
+                    scale = self._inverse_norms[few_ids, None]
+                else:
+                    scale = self._sharpness / torch.linalg.vector_norm(few, dim=-1, keepdim=True).clamp_min(_TINY)
+                torch.addcmul(-few.amax(-1, keepdim=True) * scale, few, scale, out=few)
+                few.exp_().div_(few.sum(-1, keepdim=True))
+        return out
+
+    def forget(self) -> None:
+        """Give the memory of the kept rows back."""
+        with _FORMING:
+            self._slot_of.fill_(-1)
+            self._num_kept, self._kept = 0, None
+
+
+class TakenRows:
+    """Rows of some ids: products with them, without their matrix where it would be too large."""
+
+    def __init__(self, rows: RelativeRows, ids: Tensor, held: Tensor | None):
+        self._rows = rows
+        self._ids = ids
+        self._held = held
+
+    def combine(self, probs: Tensor) -> Tensor:
+        """Sum the rows weighted by `probs`, of shape `(batch_size, num_ids)`: `(batch_size, num_anchors)`."""
+        weights = probs.to(self._ids.device)
+        total = torch.zeros((), device=weights.device)
+        for part, rows in self._blocks():
+            total = total + weights[:, part] @ rows
+        return total.to(probs.device)
+
+    def compare(self, weights: Tensor) -> Tensor:
+        """Products of every row with `weights`, of shape `(batch_size, num_anchors)`: `(batch_size, num_ids)`."""
+        moved = weights.to(self._ids.device)
+        return torch.cat([moved @ rows.T for _, rows in self._blocks()], dim=-1).to(weights.device)
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        if self._held is not None:
+            yield slice(None), self._held
+            return
+        size = max(1, self._rows.capacity // 4)
+        for start in range(0, len(self._ids), size):
+            yield slice(start, start + size), self._rows.form(self._ids[start : start + size])
+
+
+def inverse_norms(embeddings: Tensor) -> Tensor:
+    """One over the length of every row, 0 for rows of zeros, in float32, of shape `(num_rows,)`."""
+    # In pieces, since each is converted as a whole.
+    norms = torch.cat([torch.linalg.vector_norm(block.float(), dim=-1) for block in embeddings.split(_CONVERTED_ROWS)])
+    return torch.where(norms > 0, 1 / norms, 0.0)
+
+
+def _products(queries: Tensor, keys: Tensor) -> Tensor:
+    """`queries @ keys.T` with sums and result in float32, whatever the dtype of both."""
+    if queries.dtype == torch.float32:
+        return queries @ keys.T
+    if queries.is_cuda and _HAS_OUT_DTYPE:
+        return torch.mm(queries, keys.T, out_dtype=torch.float32)
+    # No kernel does that here; the keys are converted in pieces, to keep the memory small.
+    queries = queries.float()
+    return torch.cat([queries @ block.float().T for block in keys.split(_CONVERTED_ROWS)], dim=-1)
