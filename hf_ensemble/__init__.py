@@ -6,8 +6,11 @@ from .generation.logits_process import EnsembleLogitsProcessor
 from .generation.span_decoding import SpanCandidate, SpanDecoderOutput, SpanRound
 from .generation.stopping_criteria import SpanStoppingCriteria
 from .model import EnsembleForCausalLM
+from .selection import select_members
+from .tuning import tune_method
 from .vocabulary.anchors import AnchorTokens
 from .vocabulary.union import UnionVocabulary
+from .weights import packllm_weights, weights_from_scores
 
 __version__ = "0.1.0.dev0"
 
@@ -30,4 +33,8 @@ __all__ = [
     "UnionVocabulary",
     "UniteConfig",
     "VocabularyError",
+    "packllm_weights",
+    "select_members",
+    "tune_method",
+    "weights_from_scores",
 ]

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .compatibility import CompatibilityReport, compare_members
 from .config import (
     EnsembleConfig,
     GacConfig,
@@ -332,6 +333,44 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         except OSError:
             # The primary's own stays.
             return
+
+    def compatibility(
+        self,
+        text: str | None = None,
+        *,
+        responses: Sequence[Sequence[str]] | None = None,
+        prompts: Sequence[str] | None = None,
+        max_new_tokens: int | None = None,
+        batch_size: int = 8,
+        **generate_options: Any,
+    ) -> CompatibilityReport:
+        """Compare the members: shared entries, how alike words are cut, context lengths, EOS, templates, lengths.
+
+        Args:
+            text: A text like those to be written, whose words (what white space separates) are cut by every member.
+                Default: common words, the first 1,000 entries of each member that are a space and two or more letters.
+            responses: For each member its responses to the same prompts; their lengths are compared then.
+            prompts: Prompts to run every member on by itself, for such responses.
+            max_new_tokens: Most ids of a response to `prompts`.
+            batch_size: Number of prompts that run together.
+            **generate_options: Other options of the members' `generate`, with `prompts`.
+
+        Returns:
+            The figures; printed, a table.
+
+        Raises:
+            ConfigurationError: If `text` has no words, or responses or prompts are missing or too many.
+        """
+        return compare_members(
+            self._members,
+            self.union_vocabulary,
+            text,
+            responses,
+            prompts,
+            max_new_tokens,
+            batch_size,
+            **generate_options,
+        )
 
     # Being a model
 

@@ -1,6 +1,7 @@
 """The example scripts run, on tiny members."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -50,3 +51,18 @@ def test_proxy_tuning(members, monkeypatch, capsys):
     run("proxy_tuning", ["--base", members[0], "--tuned", members[1], "--new-tokens", "6"], monkeypatch)
     texts = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert texts[0::2] == texts[1::2]
+
+
+@pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+def test_select_and_tune(members, monkeypatch, capsys, tmp_path):
+    """Whoever writes an `e` has answered."""
+    file, state = tmp_path / "dev.jsonl", tmp_path / "state.jsonl"
+    lines = [{"prompt": prompt, "answers": ["e", "a", " "]} for prompt in ("The cat", "Once upon a time", "The king")]
+    file.write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    options = [str(file), "--models", *members, "--limit", "2", "--max-gap", "100", "--state-file", str(state)]
+    run("select_and_tune", options, monkeypatch)
+    output = capsys.readouterr().out
+    assert "words cut like the primary" in output
+    assert output.count("taken ") == 2
+    assert "best: UniteConfig(top_k=" in output
+    assert len(state.read_text("utf-8").splitlines()) in (2, 4)  # equal scores are uniform weights again

@@ -1,0 +1,60 @@
+"""Choose members on a small development set, weigh them by their scores, and tune the method that mixes them.
+
+python examples/select_and_tune.py dev.jsonl                   # the two models of demo_models.py
+python examples/select_and_tune.py dev.jsonl --models A B C    # ids or paths of other candidates
+
+Each line of the file is a JSON object with a `prompt` and `answers`, a list of texts of which one has to be in the
+response. Responses end at a newline. A search that was stopped goes on from `--state-file`.
+"""
+
+import argparse
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+
+from demo_models import DemoModelError, demo_model_paths
+
+from hf_ensemble import EnsembleForCausalLM, MemberConfig, select_members, tune_method, weights_from_scores
+
+
+def main() -> None:
+    """Print how the candidates go together, who is taken, and how the options of a method do."""
+    parser = argparse.ArgumentParser(description="Select members and tune a method on a development set.")
+    parser.add_argument("file", type=Path, help="JSON lines with `prompt` and `answers`")
+    parser.add_argument("--models", nargs="+", metavar="MODEL", help="ids or paths of the candidates")
+    parser.add_argument("--limit", type=int, default=100, help="most examples")
+    parser.add_argument("--max-new-tokens", type=int, default=16)
+    parser.add_argument("--max-gap", type=float, default=10.0, help="most points that a member may lie below the best")
+    parser.add_argument("--state-file", help="where finished points of the search are kept")
+    args = parser.parse_args()
+    try:
+        models = args.models or demo_model_paths()
+    except DemoModelError as error:
+        sys.exit(f"select_and_tune.py: {error}")
+
+    with args.file.open(encoding="utf-8") as file:
+        lines = [json.loads(line) for line in islice(file, args.limit)]
+    examples = [{"prompt": line["prompt"], "reference": line["answers"]} for line in lines]
+    options = {"max_new_tokens": args.max_new_tokens, "stop_strings": ["\n"]}
+
+    candidates = EnsembleForCausalLM.from_pretrained(models)
+    selection = select_members(candidates, examples, "contains", max_gap=args.max_gap, **options)
+    responses = [row.responses for row in sorted(selection.table, key=lambda row: row.index)]
+    print(f"{candidates.compatibility(responses=responses)}\n\n{selection}\n")
+    if len(selection.indices) < 2:
+        sys.exit("Nobody but the best was taken: there is nothing to tune.")
+
+    ensemble = EnsembleForCausalLM.from_members(
+        [candidates.members[i] for i in selection.indices],
+        [candidates.tokenizers[i] for i in selection.indices],
+        member_configs=[MemberConfig(path=str(models[i])) for i in selection.indices],
+    )
+    uniform = [1 / len(selection.indices)] * len(selection.indices)
+    grid = {"top_k": [5, 10], "weights": [uniform, weights_from_scores(selection.scores)]}
+    result = tune_method(ensemble, examples, "contains", grid, state_file=args.state_file, **options)
+    print(f"{result}\n\nbest: {result.best.method} with weights {[round(w, 3) for w in result.best.weights]}")
+
+
+if __name__ == "__main__":
+    main()
