@@ -44,6 +44,8 @@ PROMPTS = (
     "Die Hauptstadt von Deutschland ist",
 )
 FEW = 4096
+EXACT = 1024
+"""Anchors with which all ids of the demo models are compared: more would take minutes."""
 
 
 def configs() -> dict[str, GacConfig | DeepenConfig]:
@@ -142,11 +144,11 @@ def mixed(models, tokenizers, logits, config: DeepenConfig) -> torch.Tensor:
 @torch.no_grad()
 def show_support(ensemble: EnsembleForCausalLM, supports=(64, 512, 2048)) -> None:
     logits = [last_logits(*pair) for pair in zip(ensemble.members, ensemble.tokenizers, strict=True)]
-    print(f"\n{FEW} anchors, {len(PROMPTS)} prompts, beside `support=None`:\n")
+    print(f"\n{EXACT} anchors, {len(PROMPTS)} prompts, beside `support=None`:\n")
     print("| support | distance, median | greatest | same best token |\n|---|---|---|---|")
     exact = None
     for support in (None, *supports):
-        config = DeepenConfig(num_anchors=FEW, support=support)
+        config = DeepenConfig(num_anchors=EXACT, support=support)
         found = mixed(ensemble.members, ensemble.tokenizers, logits, config)
         if exact is None:
             exact = found
