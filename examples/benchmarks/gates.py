@@ -88,7 +88,8 @@ def main() -> None:
     for share in tqdm(SHARES):
         threshold = {0.0: 0.0, 1.0: 1.0}.get(share, sureness.quantile(share).item())
         fused, own, output = [], [], None
-        for _ in range(args.repeats):
+        # The first time serves as a warm-up: forward passes over several tokens use kernels of their own.
+        for repeat in range(args.repeats + 1):
             pairs = zip(ensemble.members, texts, strict=True)
             loops = [OwnLoop(model, ids[None, : args.prompt], ids) for model, ids in pairs]
             for loop in loops:
@@ -98,7 +99,8 @@ def main() -> None:
                 ensemble, texts, args.prompt, args.new_tokens, method=GacConfig(threshold=threshold),
                 stopping_criteria=[turns],
             )  # fmt: skip
-            fused, own = fused + turns.fused[NUM_WARM_UP:], own + turns.own[NUM_WARM_UP:]
+            if repeat > 0:
+                fused, own = fused + turns.fused[NUM_WARM_UP:], own + turns.own[NUM_WARM_UP:]
         assert output is not None
         gate, other = (1e3 * statistics.mean(values) for values in zip(*own, strict=True))
         step, share = 1e3 * statistics.mean(fused), output.share_ensembled[0]
