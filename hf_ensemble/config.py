@@ -296,8 +296,7 @@ class SweetSpanConfig(MethodConfig):
 
 
 METHODS: dict[str, type[MethodConfig]] = {
-    config.name: config
-    for config in (GacConfig, UniteConfig, DeepenConfig, MinedConfig, EvaConfig, SweetSpanConfig)
+    config.name: config for config in (GacConfig, UniteConfig, DeepenConfig, MinedConfig, EvaConfig, SweetSpanConfig)
 }
 
 

@@ -15,8 +15,8 @@ from .store import load_arrays, save_arrays, store_key
 from .token_bytes import TEXT
 from .union import UnionVocabulary
 
-_BLOCK = 1 << 24
-"""Most distances or similarities that are held at once."""
+_MAX_DISTANCES, _MAX_SIMILARITIES = 1 << 24, 1 << 26
+"""Most that are held at once."""
 
 
 def load_or_build_nearest(union: UnionVocabulary, member: int) -> np.ndarray:
@@ -175,7 +175,7 @@ def _nearest_texts(queries: Sequence[str], choices: Sequence[str]) -> tuple[np.n
             for band in range(max(length, int(choice_lengths.max())) + 1):
                 among = np.flatnonzero(np.abs(choice_lengths - length) == band)
                 among_texts = [choices[n] for n in among]
-                num_rows = max(1, _BLOCK // max(1, len(among)))
+                num_rows = max(1, _MAX_DISTANCES // max(1, len(among)))
                 for start in range(0, len(still_open) if among_texts else 0, num_rows):
                     rows = still_open[start : start + num_rows]
                     texts = [queries[n] for n in rows]
@@ -244,7 +244,8 @@ def _build_similar(
     left, _, right = torch.linalg.svd(covariance.double().cpu())
     member_space = member_space @ (left @ right).to(member_space)
 
-    num_rows, num_member_rows = max(1, _BLOCK // len(member_ids)), max(1, _BLOCK // len(primary_ids))
+    num_rows = max(1, _MAX_SIMILARITIES // len(member_ids))
+    num_member_rows = max(1, _MAX_SIMILARITIES // len(primary_ids))
     with tqdm(total=len(space) + len(missing), desc="EVA: similar entries", unit="entry", disable=None) as progress:
         blocks = []
         for rows in space.split(num_rows):
