@@ -1,6 +1,15 @@
 """Several causal language models, with different tokenizers, that decode together as one Hugging Face model."""
 
-from .config import DeepenConfig, EnsembleConfig, GacConfig, MemberConfig, SweetSpanConfig, UniteConfig
+from .config import (
+    DeepenConfig,
+    EnsembleConfig,
+    EvaConfig,
+    GacConfig,
+    MemberConfig,
+    MinedConfig,
+    SweetSpanConfig,
+    UniteConfig,
+)
 from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
 from .generation.logits_process import EnsembleLogitsProcessor
 from .generation.span_decoding import SpanCandidate, SpanDecoderOutput, SpanRound
@@ -22,9 +31,11 @@ __all__ = [
     "EnsembleError",
     "EnsembleForCausalLM",
     "EnsembleLogitsProcessor",
+    "EvaConfig",
     "GacConfig",
     "MemberConfig",
     "MemberError",
+    "MinedConfig",
     "SpanCandidate",
     "SpanDecoderOutput",
     "SpanRound",

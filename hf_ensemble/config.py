@@ -198,6 +198,55 @@ class DeepenConfig(MethodConfig):
         return None
 
 
+@dataclass(frozen=True)
+class MinedConfig(MethodConfig):
+    """MinED: what an assistant says counts for the primary's entries that are spelled most alike. It has no options.
+
+    Raises:
+        ConfigurationError: If `rapidfuzz` is not installed.
+    """
+
+    name: ClassVar[str] = "mined"
+
+    def __post_init__(self) -> None:
+        try:
+            import rapidfuzz  # noqa: F401
+        except ImportError as error:
+            raise ConfigurationError(
+                "method 'mined' computes edit distances with `rapidfuzz`, which is not installed: "
+                '`pip install "hf_ensemble[mined]"` or `pip install rapidfuzz`.'
+            ) from error
+
+
+@dataclass(frozen=True)
+class EvaConfig(MethodConfig):
+    """EVA: what an assistant says counts for the primary's entries whose output embeddings are most alike."""
+
+    name: ClassVar[str] = "eva"
+
+    neighbours: int = 10
+    """Number of nearest entries that an entry's similarities are scaled by, and most of the primary's entries that one
+    of an assistant's counts for."""
+
+    min_similarity: float = 0.1
+    """Least similarity with which one entry counts for another."""
+
+    top_k: int = 320
+    """Number of entries that each member proposes at a step; a smaller vocabulary proposes all it has."""
+
+    filter_top_k: int = 5
+    """A member sits a step out if its best entry is not among this many best of any other."""
+
+    def __post_init__(self) -> None:
+        for name in ("neighbours", "top_k", "filter_top_k"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"`{name}` has to be a positive integer, but is {value!r}.")
+        least = self.min_similarity
+        if not isinstance(least, (int, float)) or isinstance(least, bool) or not 0 < least < math.inf:
+            raise ConfigurationError(f"`min_similarity` has to be a positive number, but is {least!r}.")
+
+
 SpanScore = Literal["perplexity", "bits_per_byte"]
 
 
@@ -247,7 +296,7 @@ class SweetSpanConfig(MethodConfig):
 
 
 METHODS: dict[str, type[MethodConfig]] = {
-    config.name: config for config in (GacConfig, UniteConfig, DeepenConfig, SweetSpanConfig)
+    config.name: config for config in (GacConfig, UniteConfig, DeepenConfig, MinedConfig, EvaConfig, SweetSpanConfig)
 }
 
 

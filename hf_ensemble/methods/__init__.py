@@ -4,13 +4,15 @@ from collections.abc import Sequence
 
 import torch
 
-from ..config import DeepenConfig, GacConfig, MethodConfig, UniteConfig
+from ..config import DeepenConfig, EvaConfig, GacConfig, MethodConfig, MinedConfig, UniteConfig
 from ..errors import ConfigurationError
 from ..member import Member
 from ..vocabulary.union import UnionVocabulary
 from .base import TokenMethod
 from .deepen import Deepen
+from .eva import Eva, output_embeddings_of
 from .gac import Gac
+from .mined import Mined
 from .product import ProductOfExperts
 from .unite import Unite
 
@@ -40,4 +42,9 @@ def build_method(
     if isinstance(config, DeepenConfig):
         embeddings = [member.model.get_input_embeddings() for member in members]
         return Deepen(union, eos_ids, device, embeddings, config)
+    if isinstance(config, MinedConfig):
+        return Mined(union, eos_ids, device)
+    if isinstance(config, EvaConfig):
+        options = {name: value for name, value in config.to_dict().items() if name != "name"}
+        return Eva(union, eos_ids, device, [output_embeddings_of(member) for member in members], **options)
     raise ConfigurationError(f"{type(config).__name__} is no token-level method.")

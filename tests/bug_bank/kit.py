@@ -14,11 +14,12 @@ import pytest
 from hf_ensemble import EnsembleForCausalLM
 from hf_ensemble.config import method_config, normalize_weights
 from tests import tiny
-from tests.contracts import AVERAGING, METHODS, make_ensemble
+from tests.contracts import AVERAGING, MAPPED, METHODS, make_ensemble
 from tests.reference import ReferenceMember
 
 each_method = pytest.mark.parametrize("method", AVERAGING)
-each_token_method = pytest.mark.parametrize("method", METHODS)
+each_averaging_method = pytest.mark.parametrize("method", [*AVERAGING, *MAPPED])
+each_token_method = pytest.mark.parametrize("method", [*METHODS, *MAPPED])
 
 
 def methods_by_turns(**values: Sequence) -> Any:

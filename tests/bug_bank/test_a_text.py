@@ -31,6 +31,7 @@ from .kit import (
     contexts_of,
     control_tokens_may_be_chosen,
     duet,
+    each_averaging_method,
     each_method,
     ensemble_of,
     id_of,
@@ -101,7 +102,7 @@ def test_a_space_sign_that_is_generated_survives(method, names, index):
 # --- A4 -------------------------------------------------------------------------------------------------------------
 
 
-@each_method
+@each_averaging_method
 @pytest.mark.parametrize("other", ["gemma", "smol", "wordpiece"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_two_ids_of_one_surface_are_pooled_and_win(method, index, other):
@@ -318,7 +319,7 @@ def _rows_without_token(index, tokenizer, extra_rows):
     return ready(make_ensemble(*zip(*members, strict=True)))
 
 
-@each_method
+@each_averaging_method
 @pytest.mark.parametrize("kind", ["padding", "hole"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_ids_without_a_token_are_never_chosen(method, kind, index):
@@ -331,7 +332,7 @@ def test_ids_without_a_token_are_never_chosen(method, kind, index):
         assert set(ids) <= {a, b, end}, options
 
 
-@each_method
+@each_averaging_method
 @pytest.mark.parametrize("kind", ["padding", "hole"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_ids_without_a_token_take_no_mass(method, kind, index):
@@ -365,7 +366,7 @@ def test_the_best_k_are_k_real_candidates(kind, index):
     assert found == sorted(id_of(ensemble.tokenizers[0], text) for text in "ab")
 
 
-@each_method
+@each_averaging_method
 def test_a_really_resized_model_gives_the_text_of_the_unresized_one(method):
     """A9: After `resize_token_embeddings`, with a padding row that would win every step."""
     tokenizer = tokenizer_of("smol")
@@ -526,7 +527,7 @@ def test_characters_in_pieces_come_out_whole(method, names):
     assert texts_of(duet(names, *wholes, method=method), [whole[:3] for whole in wholes]) == wholes
 
 
-@each_method
+@each_averaging_method
 def test_a_fragment_pools_with_the_same_fragment_only(method):
     """A13: E0 B8 and E0 B9, alone both a replacement character, are two candidates: 0.4 + 0.1 loses against 0.5 + 0.3."""
     alphabet = tiny.byte_alphabet()

@@ -27,7 +27,7 @@ from tests.contracts import CORE_RECIPES, changed_logits, make_ensemble, padded,
 
 from .kit import (
     control_tokens_may_be_chosen,
-    each_method,
+    each_averaging_method,
     each_token_method,
     ensemble_of,
     id_of,
@@ -183,7 +183,7 @@ def test_the_order_of_equally_weighted_assistants_does_not_matter(method):
             torch.testing.assert_close(a.exp(), b.exp(), atol=1e-6, rtol=1e-4)
 
 
-@each_method
+@each_averaging_method
 def test_ties_go_to_the_lowest_of_the_primarys_ids(method):
     """G3: Documented, and the same whoever of the members proposes which."""
     small = tokenizer_of("small")
@@ -218,7 +218,7 @@ def test_banning_the_best_leaves_the_next_best_or_an_error_that_says_so(method, 
     assert output_ids(ensemble, "d", **options)[0][1:] == [ids["b"]] * 2
 
 
-@each_method
+@each_averaging_method
 @pytest.mark.parametrize("options", [{"top_p": 1e-6}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 1}, {"temperature": 1e-4}, {"typical_p": 1e-6}, {"epsilon_cutoff": 0.99}], ids=str)  # fmt: skip
 def test_filters_at_their_limits_leave_one_candidate(method, options):
     """G6: The strictest values of every filter."""
@@ -321,7 +321,7 @@ def test_a_folder_without_a_tokenizer_is_named_with_the_argument_to_set(tmp_path
     assert texts[0] == texts[1] == texts[2]
 
 
-@each_method
+@each_averaging_method
 def test_huge_logits_do_not_overflow_in_the_mixture(method):
     """G1: Finite logits of half precision's whole range are a distribution, not an error."""
     small = tokenizer_of("small")

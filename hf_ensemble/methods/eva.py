@@ -1,0 +1,143 @@
+"""EVA: the weighted average after entries have been moved to the primary's whose output embeddings are most alike."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigurationError
+from ..member import Member
+from ..mixing import log_normalizer, merge_duplicates, top_entries
+from ..vocabulary.alignment import load_or_build_similar
+from ..vocabulary.context import Resync
+from ..vocabulary.union import UnionVocabulary
+from .base import Mixed, TokenMethod
+
+
+class Eva(TokenMethod):
+    """Fuse `q(x) = sum_i w_i sum_y p_i(y) S_i(y, x)` over the primary's entries x and each member's best entries y.
+
+    Row y of `S_i` is y itself if the primary has it, else the few of the primary's entries with the most similar output
+    embeddings, after an orthogonal map between the two spaces. What has no counterpart is dropped and the fused
+    distribution renormalised. A member whose best entry, once moved, is among no other's best sits the step out; if that
+    were true of all, none does.
+
+    Args:
+        union: The union vocabulary of the members.
+        eos_ids: For each member, the ids that end a text.
+        device: Where the primary's logits are.
+        output_embeddings: For each member, of shape `(vocab_size, hidden_size)`.
+        neighbours: Number of neighbours in the similarity, and most counterparts of an entry.
+        min_similarity: Least similarity of a counterpart.
+        top_k: Number of entries that each member proposes; at most its whole vocabulary.
+        filter_top_k: Number of a member's best entries that another's best is looked for among.
+
+    Reference:
+        Xu, Lu and Zhang, "Bridging the Gap between Different Vocabularies for LLM Ensemble"
+        (https://arxiv.org/abs/2404.09492).
+
+    Relations:
+        MinED moves an entry to the one that is spelled most alike. DeePEn compares whole distributions by their
+        similarities to anchors, with no map.
+    """
+
+    resync: Resync = "append"
+    is_wide = False
+
+    def __init__(
+        self,
+        union: UnionVocabulary,
+        eos_ids: Sequence[Sequence[int]],
+        device: torch.device,
+        output_embeddings: Sequence[Tensor],
+        neighbours: int = 10,
+        min_similarity: float = 0.1,
+        top_k: int = 320,
+        filter_top_k: int = 5,
+    ):
+        super().__init__(union, eos_ids, device)
+        self.top_k = top_k
+        self.filter_top_k = filter_top_k
+        # The columns that each id's mass goes to, -1 for none and `primary_size` for EOS, and in which shares.
+        self._columns_of, self._shares_of = [], []
+        for index, maps in enumerate(self.maps):
+            columns = maps.to_union[:, None]
+            shares = torch.ones(columns.shape, device=device)
+            if index > 0:
+                pair = (output_embeddings[0], output_embeddings[index])
+                arrays = load_or_build_similar(union, index, pair, neighbours, min_similarity, device)
+                columns, shares = (torch.as_tensor(array, device=device) for array in arrays)
+            is_eos = torch.zeros_like(columns, dtype=torch.bool)
+            is_eos[:, 0] = maps.to_union == len(union)
+            has_column = is_eos if self.maps[0].eos_ids.numel() else torch.zeros_like(is_eos)
+            has_column = has_column | (~is_eos & (columns >= 0))
+            self._columns_of.append(torch.where(is_eos, union.primary_size, columns.clamp_min(0)))
+            self._shares_of.append(torch.where(is_eos, 1.0, shares) * has_column)
+
+    def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
+        """Fuse one step; see `TokenMethod.mix`."""
+        primary = logits[0]
+        assert primary is not None
+        eos_ids = self.maps[0].eos_ids
+        eos = eos_ids[primary[:, eos_ids].argmax(-1)][:, None, None] if eos_ids.numel() else 0  # (B, 1, 1)
+        normalizers = primary.new_zeros(primary.shape[0], len(logits))
+        moved: dict[int, Tensor] = {}
+        for index, member_logits in enumerate(logits):
+            if member_logits is None:
+                continue
+            member_logits = self.masked(member_logits, index)
+            normalizers[:, index] = log_normalizer(member_logits)
+            entries = merge_duplicates(member_logits, self.maps[index].duplicates)
+            values, ids = top_entries(entries, min(self.top_k, entries.shape[-1]))  # (B, k)
+            shares = values.softmax(-1)[..., None] * self._shares_of[index][ids]  # (B, k, neighbours)
+            columns = self._columns_of[index][ids].long()
+            columns = torch.where(columns == self.union.primary_size, eos, columns)
+            moved[index] = torch.zeros_like(primary).scatter_add_(1, columns.flatten(1), shares.flatten(1))
+        agreeing = self._agreeing(moved, weights)
+        kept = agreeing / agreeing.sum(-1, keepdim=True)
+        fused = torch.zeros_like(primary)
+        for index, probs in moved.items():
+            fused.addcmul_(probs, kept[:, index, None])
+        fused /= fused.sum(-1, keepdim=True)
+        # The caller weighs the normalizers with `weights`; they shall count as the members do here.
+        return Mixed(fused.log_(), torch.where(weights > 0, normalizers * kept / weights, normalizers))
+
+    def _agreeing(self, moved: dict[int, Tensor], weights: Tensor) -> Tensor:
+        """Set the weights of members with whose best entry no other agrees to 0, unless that is all of them.
+
+        Args:
+            moved: For each member that takes part, its distribution over the primary's ids, of shape
+                `(batch_size, primary_vocab_size)`.
+            weights: Of shape `(batch_size, num_members)`.
+        """
+        k = min(self.filter_top_k, self.union.primary_size)
+        best = {index: probs.max(-1, keepdim=True) for index, probs in moved.items()}
+        proposed = {}
+        for index, probs in moved.items():
+            values, ids = top_entries(probs, k)
+            takes_part = (values > 0) & (weights[:, index, None] > 0)
+            proposed[index] = torch.where(takes_part, ids, -1)
+        agreeing = torch.zeros_like(weights)
+        for index, (value, at) in best.items():
+            others = [ids for other, ids in proposed.items() if other != index]
+            if others:
+                is_shared = (torch.cat(others, dim=-1) == at).any(-1) & (value[:, 0] > 0)
+                agreeing[:, index] = torch.where(is_shared, weights[:, index], 0.0)
+        return torch.where(agreeing.sum(-1, keepdim=True) > 0, agreeing, weights)
+
+
+def output_embeddings_of(member: Member) -> Tensor:
+    """A member's output embeddings, of shape `(vocab_size, hidden_size)`.
+
+    Raises:
+        ConfigurationError: If they cannot be read, as where they are quantised or not in memory.
+    """
+    weight: Tensor = member.model.get_output_embeddings().weight.detach()
+    if weight.is_meta or not weight.is_floating_point() or weight.shape[0] != member.vocab_size or weight.ndim != 2:
+        raise ConfigurationError(
+            f"EVA reads the output embeddings of every member, but those of {member.name!r} are a "
+            f"{weight.dtype} tensor of shape {tuple(weight.shape)}"
+            f"{' that is not in memory' if weight.is_meta else ''}. Load it without quantisation or offloading of its "
+            "head, or use another method."
+        )
+    return weight

@@ -1,0 +1,62 @@
+"""MinED: the weighted average after every entry has been moved to the primary's that is spelled most alike."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..mixing import log_normalizer, put_eos
+from ..vocabulary.alignment import load_or_build_nearest
+from ..vocabulary.context import Resync
+from ..vocabulary.union import UnionVocabulary
+from .base import Mixed, TokenMethod
+
+
+class Mined(TokenMethod):
+    """Fuse `q(x) = sum_i w_i sum_{y: near_i(y) = x} p_i(y)` over the primary's entries x.
+
+    `near_i(y)` is y itself if the primary has it, else the primary's entry at the least edit distance. EOS is one entry
+    of all members.
+
+    Reference:
+        The baseline MinED of Huang et al., "Ensemble Learning for Heterogeneous Large Language Models with Deep
+        Parallel Collaboration" (https://arxiv.org/abs/2404.12715), after Fu et al. (https://arxiv.org/abs/2301.12726)
+        and Wan et al. (https://arxiv.org/abs/2401.10491).
+
+    Relations:
+        GaC gives entries that only an assistant has columns of their own. EVA compares embeddings, not spellings.
+    """
+
+    resync: Resync = "append"
+    is_wide = False
+
+    def __init__(self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device):
+        super().__init__(union, eos_ids, device)
+        # The column that each id's mass goes to; EOS has the last. Ids that take no part have no mass.
+        self._column_of = []
+        for index, maps in enumerate(self.maps):
+            to_primary = maps.to_union
+            if index > 0:
+                to_primary = torch.as_tensor(load_or_build_nearest(union, index), device=device)
+            is_eos = maps.to_union == len(union)
+            self._column_of.append(torch.where(is_eos, union.primary_size, to_primary).clamp_min(0).long())
+
+    def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
+        """Fuse one step; see `TokenMethod.mix`."""
+        primary = logits[0]
+        assert primary is not None
+        normalizers = primary.new_zeros(primary.shape[0], len(logits))
+        fused = primary.new_zeros(primary.shape[0], self.union.primary_size + 1)
+        for index, member_logits in enumerate(logits):
+            if member_logits is None:
+                continue
+            member_logits = self.masked(member_logits, index)
+            normalizers[:, index] = log_normalizer(member_logits)
+            probs = (member_logits - normalizers[:, index, None]).exp_().mul_(weights[:, index, None])
+            fused.scatter_add_(1, self._column_of[index].expand_as(probs), probs)
+        columns, eos_mass = fused[:, :-1], fused[:, -1]
+        if self.maps[0].eos_ids.numel():
+            put_eos(columns, eos_mass, primary, self.maps[0].eos_ids)
+        else:
+            columns = columns / columns.sum(-1, keepdim=True)
+        return Mixed(columns.log(), normalizers)

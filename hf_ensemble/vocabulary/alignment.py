@@ -1,0 +1,291 @@
+"""From every entry of an assistant to entries of the primary: by spelling (MinED) or by embeddings (EVA)."""
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+
+from ..errors import VocabularyError
+from .store import load_arrays, save_arrays, store_key
+from .token_bytes import TEXT
+from .union import UnionVocabulary
+
+_MAX_DISTANCES, _MAX_SIMILARITIES = 1 << 24, 1 << 26
+"""Most that are held at once."""
+
+
+def load_or_build_nearest(union: UnionVocabulary, member: int) -> np.ndarray:
+    """Find the primary's entry that is spelled most like each of an assistant's: the map of MinED.
+
+    The distance is Levenshtein's with unit costs, over characters, or over bytes where either entry is no valid UTF-8.
+    An entry that the primary has too is its own nearest; of several at the same distance the lowest id is. Read from
+    disk if it was built before; building takes a minute or two for large vocabularies, and shows its progress.
+
+    Args:
+        union: The members' union vocabulary.
+        member: Index of the assistant.
+
+    Returns:
+        The primary's id for each id of the assistant, of shape `(member_vocab_size,)`; -1 where it takes no part.
+    """
+    key = _pair_key("mined", union, member)
+    arrays = load_arrays(key) if key else None
+    if arrays is None:
+        arrays = {"nearest": _build_nearest(union, member)}
+        if key:
+            save_arrays(key, arrays)
+    return arrays["nearest"]
+
+
+def load_or_build_similar(
+    union: UnionVocabulary,
+    member: int,
+    output_embeddings: tuple[Tensor, Tensor],
+    neighbours: int,
+    min_similarity: float,
+    device: torch.device,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the primary's entries whose output embeddings are most like each of an assistant's: the map of EVA.
+
+    Both spaces are normalised (rows to length 1, centred, to length 1 again; the narrower padded with zeros) and the
+    assistant's is turned onto the primary's by the orthogonal map that fits their common entries best. Entries are
+    compared by cross-domain similarity local scaling, `2 cos(x, y) - r(x) - r(y)` with r the mean cosine to the
+    nearest `neighbours` entries of the other space. All-zero embeddings take no part. Memory grows with the sum of
+    the vocabularies.
+
+    Args:
+        union: The members' union vocabulary.
+        member: Index of the assistant.
+        output_embeddings: Those of the primary and the assistant, of shape `(vocab_size, hidden_size)`.
+        neighbours: Number of neighbours in r, and most entries kept for one of the assistant's.
+        min_similarity: Least similarity that is kept; positive.
+        device: Where similarities are computed.
+
+    Returns:
+        The primary's ids for each id of the assistant, best first and -1 for none, and the share of each, which sum to
+        1; both of shape `(member_vocab_size, neighbours)`. An entry that the primary has too is its own only
+        counterpart. Nothing but canonical ids has any.
+
+    Raises:
+        VocabularyError: If the two have no entry in common.
+    """
+    digests = [_digest(weight) for weight in output_embeddings]
+    key = _pair_key("eva", union, member, digests, neighbours, min_similarity)
+    arrays = load_arrays(key) if key else None
+    if arrays is None:
+        arrays = _build_similar(union, member, output_embeddings, neighbours, min_similarity, device)
+        if key:
+            save_arrays(key, arrays)
+    return arrays["ids"], arrays["shares"]
+
+
+def _pair_key(kind: str, union: UnionVocabulary, member: int, *parts: object) -> str | None:
+    fingerprints = [union.encoders[index].token_bytes.fingerprint for index in (0, member)]
+    return store_key(kind, fingerprints, *parts) if all(fingerprints) else None
+
+
+def _primary_entries(union: UnionVocabulary) -> np.ndarray:
+    """Canonical ids of the primary's entries, ascending."""
+    is_text = union.encoders[0].token_bytes.kinds == TEXT
+    return np.flatnonzero(is_text & (union.member_to_union[0] == np.arange(union.primary_size)))
+
+
+def _missing_entries(union: UnionVocabulary, member: int) -> np.ndarray:
+    """Canonical ids of the member's entries that the primary lacks, in the order of their union ids."""
+    own = union.union_to_member[member][union.primary_size :]
+    return own[own >= 0]
+
+
+# --- By spelling ----------------------------------------------------------------------------------------------------
+
+
+def _build_nearest(union: UnionVocabulary, member: int) -> np.ndarray:
+    primary_ids = _primary_entries(union)
+    missing = _missing_entries(union, member)
+    to_union = union.member_to_union[member]
+    nearest = np.arange(len(union), dtype=np.int32)
+    if len(missing):
+        primary_entry, entry = union.encoders[0].token_bytes.entry, union.encoders[member].token_bytes.entry
+        found = _nearest_entries([entry(i) for i in missing], [primary_entry(i) for i in primary_ids])
+        nearest[to_union[missing]] = primary_ids[found]
+    return np.where(to_union < 0, -1, nearest[to_union]).astype(np.int32)
+
+
+def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.ndarray:
+    """The place of the nearest of `choices` to each of `entries`; of several, the first."""
+    texts, choice_texts = _decoded(entries), _decoded(choices)
+    is_text = np.array([text is not None for text in texts])
+    choice_is_text = np.array([text is not None for text in choice_texts])
+    distances = np.full(len(entries), np.iinfo(np.int64).max)
+    places = np.full(len(entries), len(choices))
+
+    def compare(queries: np.ndarray, spelled: Sequence[str], among: np.ndarray, spelled_among: Sequence[str]) -> None:
+        unique = {text: n for n, text in enumerate(dict.fromkeys(spelled))}
+        found, at = _nearest_texts(list(unique), spelled_among)
+        back = np.array([unique[text] for text in spelled], dtype=np.int64)
+        found, at = found[back], among[at[back]]
+        better = (found < distances[queries]) | ((found == distances[queries]) & (at < places[queries]))
+        distances[queries] = np.where(better, found, distances[queries])
+        places[queries] = np.where(better, at, places[queries])
+
+    if is_text.any() and choice_is_text.any():
+        known_texts = [text for text in choice_texts if text is not None]
+        # Characters that none of the choices has are all alike, which leaves far fewer texts to compare.
+        known = set().union(*known_texts)
+        unlike = next(chr(code) for code in itertools.count() if chr(code) not in known)
+        spelled = ["".join(char if char in known else unlike for char in text) for text in texts if text is not None]
+        compare(np.flatnonzero(is_text), spelled, np.flatnonzero(choice_is_text), known_texts)
+    for queries, among in ((is_text, ~choice_is_text), (~is_text, np.ones_like(choice_is_text))):
+        if queries.any() and among.any():
+            # One character a byte.
+            spelled = [entries[n].decode("latin-1") for n in np.flatnonzero(queries)]
+            spelled_among = [choices[n].decode("latin-1") for n in np.flatnonzero(among)]
+            compare(np.flatnonzero(queries), spelled, np.flatnonzero(among), spelled_among)
+    return places
+
+
+def _decoded(entries: Sequence[bytes]) -> list[str | None]:
+    texts: list[str | None] = []
+    for entry in entries:
+        try:
+            texts.append(entry.decode())
+        except UnicodeDecodeError:
+            texts.append(None)
+    return texts
+
+
+def _nearest_texts(queries: Sequence[str], choices: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The Levenshtein distance from each query to the nearest choice, and its place; of several, the first."""
+    from rapidfuzz.distance import Levenshtein
+    from rapidfuzz.process import cdist
+
+    query_lengths = np.array(list(map(len, queries)))
+    choice_lengths = np.array(list(map(len, choices)))
+    best = np.full(len(queries), np.iinfo(np.int64).max)
+    places = np.full(len(queries), len(choices))
+    with tqdm(total=len(queries), desc="MinED: nearest entries", unit="entry", disable=None) as progress:
+        for length in np.unique(query_lengths).tolist():
+            still_open = np.flatnonzero(query_lengths == length)
+            # Texts whose lengths differ by `band` are at least that far apart.
+            for band in range(max(length, int(choice_lengths.max())) + 1):
+                among = np.flatnonzero(np.abs(choice_lengths - length) == band)
+                among_texts = [choices[n] for n in among]
+                num_rows = max(1, _MAX_DISTANCES // max(1, len(among)))
+                for start in range(0, len(still_open) if among_texts else 0, num_rows):
+                    rows = still_open[start : start + num_rows]
+                    texts = [queries[n] for n in rows]
+                    distances = cdist(texts, among_texts, scorer=Levenshtein.distance, dtype=np.uint16, workers=-1)
+                    at = distances.argmin(axis=1)
+                    found, at = distances[np.arange(len(rows)), at].astype(np.int64), among[at]
+                    better = (found < best[rows]) | ((found == best[rows]) & (at < places[rows]))
+                    best[rows] = np.where(better, found, best[rows])
+                    places[rows] = np.where(better, at, places[rows])
+                is_open = best[still_open] > band
+                progress.update(int((~is_open).sum()))
+                still_open = still_open[is_open]
+                if not len(still_open):
+                    break
+            progress.update(len(still_open))
+    return best, places
+
+
+# --- By embeddings --------------------------------------------------------------------------------------------------
+
+
+def _digest(weight: Tensor) -> str:
+    digest = hashlib.sha256(f"{weight.dtype} {tuple(weight.shape)}".encode())
+    for rows in weight.detach().split(4096):
+        digest.update(rows.contiguous().cpu().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def _build_similar(
+    union: UnionVocabulary,
+    member: int,
+    output_embeddings: tuple[Tensor, Tensor],
+    neighbours: int,
+    min_similarity: float,
+    device: torch.device,
+) -> dict[str, np.ndarray]:
+    own = union.union_to_member[member]
+    primary_ids, missing = _primary_entries(union), _missing_entries(union, member)
+    common = primary_ids[own[primary_ids] >= 0]
+    num_ids = union.encoders[member].token_bytes.num_ids
+    ids = np.full((num_ids, neighbours), -1, dtype=np.int32)
+    shares = np.zeros((num_ids, neighbours), dtype=np.float32)
+    ids[own[common], 0], shares[own[common], 0] = common, 1.0
+    arrays = {"ids": ids, "shares": shares}
+    if not len(missing):
+        return arrays
+
+    is_alive, member_is_alive = ((weight != 0).any(-1).cpu().numpy() for weight in output_embeddings)
+    anchors = common[is_alive[common] & member_is_alive[own[common]]]
+    if not len(anchors):
+        names = [union.encoders[index].token_bytes.name for index in (0, member)]
+        raise VocabularyError(
+            f"EVA aligns two members by the entries that both have, but {names[0]!r} and {names[1]!r} have none in "
+            "common. Use another method."
+        )
+    missing = missing[member_is_alive[missing]]
+    primary_ids = primary_ids[is_alive[primary_ids]]
+    member_ids = np.concatenate([missing, own[common][member_is_alive[own[common]]]])
+    width = max(weight.shape[1] for weight in output_embeddings)
+    space = _unit_space(output_embeddings[0], primary_ids, width, device)
+    member_space = _unit_space(output_embeddings[1], member_ids, width, device)
+    row_of, member_row_of = np.zeros(len(is_alive), dtype=np.int64), np.zeros(num_ids, dtype=np.int64)
+    row_of[primary_ids], member_row_of[member_ids] = np.arange(len(primary_ids)), np.arange(len(member_ids))
+    covariance = member_space[member_row_of[own[anchors]]].T @ space[row_of[anchors]]
+    left, _, right = torch.linalg.svd(covariance.double().cpu())
+    member_space = member_space @ (left @ right).to(member_space)
+
+    num_rows = max(1, _MAX_SIMILARITIES // len(member_ids))
+    num_member_rows = max(1, _MAX_SIMILARITIES // len(primary_ids))
+    with tqdm(total=len(space) + len(missing), desc="EVA: similar entries", unit="entry", disable=None) as progress:
+        blocks = []
+        for rows in space.split(num_rows):
+            blocks.append(_mean_of_best(rows @ member_space.T, neighbours)[:, 0])
+            progress.update(len(rows))
+        nearness = torch.cat(blocks)
+        for start in range(0, len(missing), num_member_rows):
+            of_block = missing[start : start + num_member_rows]
+            similarities = member_space[start : start + len(of_block)] @ space.T
+            member_nearness = _mean_of_best(similarities, neighbours)
+            similarities.mul_(2).sub_(member_nearness).sub_(nearness)
+            row, rank, column, values = _best_of_rows(similarities, neighbours, min_similarity)
+            ids[of_block[row], rank], shares[of_block[row], rank] = primary_ids[column], values
+            progress.update(len(of_block))
+    shares[missing] /= np.maximum(shares[missing].sum(-1, keepdims=True), np.finfo(np.float32).tiny)
+    return arrays
+
+
+def _unit_space(weight: Tensor, ids: np.ndarray, width: int, device: torch.device) -> Tensor:
+    rows = weight[torch.as_tensor(ids, device=weight.device)].to(device, torch.float32)
+    rows = functional.normalize(rows, dim=-1)
+    rows = functional.normalize(rows - rows.mean(0), dim=-1)
+    return functional.pad(rows, (0, width - rows.shape[1]))
+
+
+def _mean_of_best(similarities: Tensor, count: int) -> Tensor:
+    return similarities.topk(min(count, similarities.shape[1])).values.mean(-1, keepdim=True)
+
+
+def _best_of_rows(similarities: Tensor, count: int, least: float) -> tuple[np.ndarray, ...]:
+    """The best of every row, at most `count` and at least `least` large; of equals the lowest columns.
+
+    Returns:
+        Row, rank in it, column and value of each, sorted by row and rank.
+    """
+    worst = similarities.topk(min(count, similarities.shape[1])).values[:, -1:]
+    row, column = (similarities >= worst.clamp_min(least)).nonzero(as_tuple=True)
+    found = [array.cpu().numpy() for array in (row, column, similarities[row, column])]
+    order = np.lexsort((found[1], -found[2], found[0]))
+    rows, columns, values = (array[order] for array in found)
+    ranks = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    is_best = ranks < count
+    return rows[is_best], ranks[is_best], columns[is_best], values[is_best]
