@@ -141,7 +141,7 @@ def draw(points: list[dict], plot: Path) -> None:
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"svg.hashsalt": "span_lengths", "svg.fonttype": "none", "axes.grid": True})
-    titles = list(dict.fromkeys(point["measures"] for point in points))
+    titles = sorted({point["measures"] for point in points}, key=lambda title: (title == "time", title))
     figure, panels = pyplot.subplots(len(titles), 1, figsize=(6.4, 2.6 * len(titles)), sharex=True, squeeze=False)
     for axes, title in zip(panels[:, 0], titles, strict=True):
         own = [point for point in points if point["measures"] == title]

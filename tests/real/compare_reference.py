@@ -100,7 +100,7 @@ class Pair:
         ids = tokenizer(LONG_TEXT[60:], add_special_tokens=False).input_ids[:NUM_LONG_TOKENS]
         output = self.ensemble.generate(
             **prompt, max_new_tokens=len(ids), do_sample=False, method=method, return_dict_in_generate=True,
-            output_logits=True, logits_processor=[Replay(ids, prompt.input_ids.shape[1])], eos_token_id=[],
+            output_logits=True, logits_processor=[Replay(ids, prompt.input_ids.shape[1])],
         )  # fmt: skip
         prompt_ids = prompt.input_ids[0].tolist()
         positions = [position for position in LONG_POSITIONS if position < len(ids)]
