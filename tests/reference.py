@@ -195,7 +195,7 @@ class ReferenceMember:
         """The logits of the entries after these ids (several ids: their log-sum-exp), and those of the ids."""
         if not context:
             raise ValueError(f"{self.name} has no token to start from.")
-        ids = torch.tensor([list(context)])
+        ids = torch.tensor([list(context)], device=self.model.device)
         row = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1].tolist()
         logits = {data: _logsumexp([row[i] for i in ids]) for data, ids in self.entries.items()}
         if self.control_eos:

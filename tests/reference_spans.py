@@ -294,10 +294,10 @@ def _last_logits(member: ReferenceMember, context: Sequence[int], count: int) ->
     """The logits after the last ids, of shape `(count, vocab_size)` and in float64."""
     if len(context) < count:
         raise ValueError(f"{member.name} has no token to start from.")
-    ids = torch.tensor([list(context)])
+    ids = torch.tensor([list(context)], device=member.model.device)
     mask = torch.ones_like(ids)
     output = member.model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=count)
-    return output.logits[0, -count:].double()
+    return output.logits[0, -count:].double().cpu()
 
 
 # --- Comparing ------------------------------------------------------------------------------------------------------

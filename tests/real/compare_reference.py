@@ -3,7 +3,7 @@
 Every case is a method, a primary and a prompt; the reference runs every model anew at every step, so a case takes
 minutes. Finished cases are kept in a file, one JSON line each, and are not run again.
 
-    python tests/real/compare_reference.py --state compare.jsonl [--tokens 48] [--only gac SmolLM2 english]
+    python tests/real/compare_reference.py --state compare.jsonl [--tokens 48] [--only gac english] [--device cuda]
 """
 
 import argparse
@@ -62,9 +62,9 @@ class Replay(LogitsProcessor):
 
 
 @functools.cache
-def _loaded() -> tuple[list, list, list]:
+def _loaded(device: str) -> tuple[list, list, list]:
     paths = demo_model_paths()
-    ensemble = EnsembleForCausalLM.from_pretrained(paths, dtype="float32")
+    ensemble = EnsembleForCausalLM.from_pretrained(paths, dtype="float32", device_map=device)
     models, tokenizers = list(ensemble.members), list(ensemble.tokenizers)
     members = [
         ReferenceMember(model, tokenizer, name=path.name)
@@ -74,17 +74,17 @@ def _loaded() -> tuple[list, list, list]:
 
 
 class Pair:
-    """The two models, the one at place `primary` first, as an ensemble and as a reference."""
+    """The two models on one device, the one at place `primary` first, as an ensemble and as a reference."""
 
-    def __init__(self, primary: int):
+    def __init__(self, primary: int, device: str = "cpu"):
         # In both orders of the same loaded models, since describing a large vocabulary to the reference takes long.
-        models, tokenizers, members = (items[:: -1 if primary else 1] for items in _loaded())
+        models, tokenizers, members = (items[:: -1 if primary else 1] for items in _loaded(device))
         self.ensemble = EnsembleForCausalLM.from_members(models, tokenizers)
         self.references = {name: Reference(members, method=name) for name in ("gac", "unite")}
 
     def compare_text(self, method: str, prompt: str, num_tokens: int) -> dict:
         """Both greedy texts, up to the first decision that is as good as tied."""
-        inputs = self.ensemble.tokenizer(prompt, return_tensors="pt")
+        inputs = self.ensemble.tokenizer(prompt, return_tensors="pt").to(self.ensemble.device)
         prompt_ids = inputs.input_ids[0].tolist()
         output = self.ensemble.generate(**inputs, max_new_tokens=num_tokens, do_sample=False, method=method)
         found = output[0, len(prompt_ids) :].tolist()
@@ -96,18 +96,18 @@ class Pair:
     def compare_long(self, method: str) -> dict:
         """The largest difference in probability at positions along a text that is written whatever the scores."""
         tokenizer = self.ensemble.tokenizer
-        prompt = tokenizer(LONG_TEXT[:60], return_tensors="pt")
+        prompt = tokenizer(LONG_TEXT[:60], return_tensors="pt").to(self.ensemble.device)
         ids = tokenizer(LONG_TEXT[60:], add_special_tokens=False).input_ids[:NUM_LONG_TOKENS]
         output = self.ensemble.generate(
             **prompt, max_new_tokens=len(ids), do_sample=False, method=method, return_dict_in_generate=True,
-            output_logits=True, logits_processor=[Replay(ids, prompt.input_ids.shape[1])], eos_token_id=[],
+            output_logits=True, logits_processor=[Replay(ids, prompt.input_ids.shape[1])],
         )  # fmt: skip
         prompt_ids = prompt.input_ids[0].tolist()
         positions = [position for position in LONG_POSITIONS if position < len(ids)]
         expected = self.references[method].distributions_along(prompt_ids, ids, positions)
         largest = 0.0
         for position in positions:
-            found = output.logits[position][0].exp()
+            found = output.logits[position][0].exp().cpu()
             columns = expected[position]
             dense = torch.zeros_like(found)
             dense[list(columns)] = torch.tensor(list(columns.values()), dtype=found.dtype)
@@ -140,10 +140,10 @@ def run_cases(cases: Iterable[tuple[str, Callable[[], dict]]], state: Path, only
 pair_of = functools.cache(Pair)
 
 
-def _compare(primary: int, method: str, prompt: str, num_tokens: int) -> dict:
+def _compare(primary: int, device: str, method: str, prompt: str, num_tokens: int) -> dict:
     if prompt == "long":
-        return pair_of(primary).compare_long(method)
-    return pair_of(primary).compare_text(method, PROMPTS[prompt], num_tokens)
+        return pair_of(primary, device).compare_long(method)
+    return pair_of(primary, device).compare_text(method, PROMPTS[prompt], num_tokens)
 
 
 def main() -> None:
@@ -151,12 +151,13 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True, help="file of finished cases")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name holds all of these")
+    parser.add_argument("--device", default="cpu", help="where the models are; the reference counts on the CPU")
     args = parser.parse_args()
     names = [path.name for path in demo_model_paths()]
     cases = []
     for primary, method, prompt in itertools.product((0, 1), ("unite", "gac"), (*PROMPTS, "long")):
         name = f"{method}, {names[primary]} first, {prompt}, {NUM_LONG_TOKENS if prompt == 'long' else args.tokens}"
-        cases.append((name, functools.partial(_compare, primary, method, prompt, args.tokens)))
+        cases.append((name, functools.partial(_compare, primary, args.device, method, prompt, args.tokens)))
     done = run_cases(cases, args.state, args.only)
     print("\n| case | equal | tokens | least margin or largest difference | s |\n|---|---|---|---|---|")
     for case in done:

@@ -3,7 +3,7 @@
 Every case is a primary, a prompt, a span length and a score, with the filter's ratios by turns; it goes on for 24 words
 and takes minutes. Finished cases are kept in a file, one JSON line each, and are not run again.
 
-    python tests/real/compare_spans.py --state spans.jsonl [--words 24] [--only SmolLM2 english perplexity]
+    python tests/real/compare_spans.py --state spans.jsonl [--words 24] [--only english perplexity] [--device cuda]
 """
 
 import argparse
@@ -32,7 +32,7 @@ def compare_spans(pair: Pair, prompt: str, span_length: int, score: str, filter_
     """The rounds of both, up to the first decision that is as good as tied, and their ids."""
     options = {"span_length": span_length, "score": score, "filter_ratio": filter_ratio}
     reference = ReferenceSpans(pair.references["gac"].members, **options)
-    inputs = pair.ensemble.tokenizer(prompt, return_tensors="pt")
+    inputs = pair.ensemble.tokenizer(prompt, return_tensors="pt").to(pair.ensemble.device)
     prompt_ids = inputs.input_ids[0].tolist()
     expected, rounds = reference.run(prompt_ids, num_rounds, MAX_NEW_TOKENS)
     output = pair.ensemble.generate(
@@ -59,8 +59,8 @@ def compare_spans(pair: Pair, prompt: str, span_length: int, score: str, filter_
     }
 
 
-def _compare(primary: int, *options) -> dict:
-    return compare_spans(pair_of(primary), *options)
+def _compare(primary: int, device: str, *options) -> dict:
+    return compare_spans(pair_of(primary, device), *options)
 
 
 def main() -> None:
@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True, help="file of finished cases")
     parser.add_argument("--words", type=int, default=24)
     parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name holds all of these")
+    parser.add_argument("--device", default="cpu", help="where the models are; the reference counts on the CPU")
     args = parser.parse_args()
     names = [path.name for path in demo_model_paths()]
     cases = []
@@ -77,7 +78,7 @@ def main() -> None:
     ):
         name = f"{names[primary]} first, {prompt}, {score}, {filter_ratio:g}, L = {span_length}, {args.words} words"
         options = (PROMPTS[prompt], span_length, score, filter_ratio, max(args.words // span_length, 1))
-        cases.append((name, functools.partial(_compare, primary, *options)))
+        cases.append((name, functools.partial(_compare, primary, args.device, *options)))
     done = run_cases(cases, args.state, args.only)
     print("\n| case | equal | rounds | agreed | ids | least margin | s |\n|---|---|---|---|---|---|---|")
     for case in done:

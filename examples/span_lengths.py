@@ -1,0 +1,233 @@
+"""Quality and time of SweetSpan against the span length, on development sets of your own.
+
+For every span length, and for each member alone: the share of right answers on short questions (the answer is the first
+line) and on questions that are reasoned about (the answer is the last number), greedily and in batches; and the time of
+a token, prompts one at a time. Finished points are kept in a file, one JSON line each, and are not measured again.
+
+    python examples/span_lengths.py --results lengths.jsonl --plot lengths.svg [--device cuda] [--num-examples 100]
+        [--short-answers trivia.jsonl trivia_prompt.txt] [--reasoning maths.jsonl maths_prompt.txt]
+
+A set is a file of JSON lines with `question` and `answer` (one, or a list of right ones), and a file of worked examples
+that begin with "Question:" and are put before each question. With no set, what the file holds is drawn.
+"""
+
+import argparse
+import json
+import re
+import string
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from hf_ensemble import EnsembleForCausalLM, SweetSpanConfig
+
+NUM_TIMED_PROMPTS, NUM_TIMED_TOKENS = 4, 64
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class Kind(NamedTuple):
+    """How the questions of a set are asked and marked."""
+
+    title: str
+    cue: str
+    """Between a question and its answer."""
+    max_new_tokens: int
+    is_right: Callable[[str, list[str]], bool]
+
+
+def _normalized(answer: str) -> str:
+    words = answer.lower().translate(str.maketrans("", "", string.punctuation)).split()
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
+
+
+def is_exact(text: str, answers: list[str]) -> bool:
+    """Whether the first line is an answer, up to case, punctuation and articles."""
+    first_line = text.strip().partition("\n")[0]
+    return _normalized(first_line) in map(_normalized, answers)
+
+
+def has_number(text: str, answers: list[str]) -> bool:
+    """Whether the last number of the text is that of an answer."""
+    found = NUMBER.findall(text)
+    wanted = {float(NUMBER.findall(answer)[-1].replace(",", "")) for answer in answers}
+    return bool(found) and float(found[-1].replace(",", "")) in wanted
+
+
+SHORT = Kind("short answers", "\nAnswer:", 32, is_exact)
+REASONING = Kind("reasoning", "\nLet's think step by step\n", 256, has_number)
+
+
+def read_set(data: Path, worked_examples: Path, kind: Kind, count: int) -> list[tuple[str, list[str]]]:
+    """Prompts and their right answers."""
+    head = worked_examples.read_text("utf-8").rstrip()
+    between = re.findall(r"\n+(?=Question:)", head)[-1]
+    questions = map(json.loads, data.read_text("utf-8").splitlines()[:count])
+    return [
+        (
+            f"{head}{between}Question: {item['question']}{kind.cue}",
+            [item["answer"]] if isinstance(item["answer"], str) else item["answer"],
+        )
+        for item in questions
+    ]
+
+
+class Writer(NamedTuple):
+    """A member or the ensemble, with how it is called."""
+
+    model: transformers.PreTrainedModel
+    tokenizer: transformers.PreTrainedTokenizerBase
+    options: dict
+
+    def write(self, prompts: list[str], **options) -> torch.Tensor:
+        """The new ids, of shape `(num_prompts, num_new_ids)`."""
+        inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(self.model.device)
+        pad = self.tokenizer.pad_token_id
+        output = self.model.generate(**inputs, do_sample=False, pad_token_id=pad, **self.options, **options)
+        return output[:, inputs.input_ids.shape[1] :]
+
+
+def quality(writer: Writer, kind: Kind, examples: list[tuple[str, list[str]]], batch_size: int) -> dict:
+    num_right, texts = 0, []
+    for start in range(0, len(examples), batch_size):
+        prompts, answers = zip(*examples[start : start + batch_size], strict=True)
+        stop = {"stop_strings": ["\n\n", "Question:"], "tokenizer": writer.tokenizer}
+        new_ids = writer.write(list(prompts), max_new_tokens=kind.max_new_tokens, **stop)
+        for ids, right in zip(new_ids, answers, strict=True):
+            text = writer.tokenizer.decode(ids, skip_special_tokens=True).partition("Question:")[0]
+            num_right += kind.is_right(text, right)
+            texts.append(text)
+    return {"right": num_right, "of": len(examples), "texts": texts}
+
+
+def time_of_a_token(writer: Writer, examples: list[tuple[str, list[str]]]) -> dict:
+    """Milliseconds of one of the writer's own tokens, the reading of the prompt included."""
+    options = {"max_new_tokens": NUM_TIMED_TOKENS, "min_new_tokens": NUM_TIMED_TOKENS}
+    prompts = [prompt for prompt, _ in examples[:NUM_TIMED_PROMPTS]]
+    writer.write(prompts[:1], max_new_tokens=8)
+    start = time.perf_counter()
+    for prompt in prompts:
+        writer.write([prompt], **options).tolist()
+    return {"milliseconds": 1e3 * (time.perf_counter() - start) / len(prompts) / NUM_TIMED_TOKENS}
+
+
+def run_points(points: Iterable[tuple[dict, Callable[[], dict]]], results: Path) -> None:
+    """Measure the points that the file does not hold yet."""
+    done = read_points(results)
+    for point, measure in tqdm(list(points), unit="point"):
+        if any(point.items() <= known.items() for known in done):
+            continue
+        start = time.perf_counter()
+        result = {**point, **measure(), "seconds": round(time.perf_counter() - start, 1)}
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+def read_points(results: Path) -> list[dict]:
+    if not results.exists():
+        return []
+    return [json.loads(line) for line in results.read_text("utf-8").splitlines()]
+
+
+def draw(points: list[dict], plot: Path) -> None:
+    """Draw quality and time against the span length; members are horizontal lines."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"svg.hashsalt": "span_lengths", "svg.fonttype": "none", "axes.grid": True})
+    titles = sorted({point["measures"] for point in points}, key=lambda title: (title == "time", title))
+    figure, panels = pyplot.subplots(len(titles), 1, figsize=(6.4, 2.6 * len(titles)), sharex=True, squeeze=False)
+    for axes, title in zip(panels[:, 0], titles, strict=True):
+        own = [point for point in points if point["measures"] == title]
+        spans = sorted((point for point in own if "span_length" in point), key=lambda point: point["span_length"])
+        lengths = [point["span_length"] for point in spans]
+        values, errors = zip(*map(_value_and_error, spans), strict=True)
+        axes.errorbar(lengths, values, errors, marker="o", capsize=3, label="ensemble")
+        for style, point in zip(("--", ":", "-."), (p for p in own if "span_length" not in p), strict=False):
+            axes.axhline(_value_and_error(point)[0], color="gray", linestyle=style, label=point["member"])
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, map(str, lengths))
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("ms a token" if title == "time" else "right, %")
+        axes.set_title(title if title == "time" else f"{title}, {own[0]['of']} questions")
+        axes.legend(fontsize="small")
+    axes.set_xlabel("words of a span (L)")
+    figure.tight_layout()
+    figure.savefig(plot, metadata={"Date": None})
+
+
+def _value_and_error(point: dict) -> tuple[float, float]:
+    """Percent of right answers and one standard error, or milliseconds."""
+    if "milliseconds" in point:
+        return point["milliseconds"], 0.0
+    share = point["right"] / point["of"]
+    return 100 * share, 100 * (share * (1 - share) / point["of"]) ** 0.5
+
+
+def measure_all(args: argparse.Namespace) -> None:
+    models = args.models
+    if models is None:
+        from demo_models import demo_model_paths
+
+        models = [str(path) for path in demo_model_paths()]
+    ensemble = EnsembleForCausalLM.from_pretrained(models, dtype=torch.float32, device_map=args.device)
+    where = torch.cuda.get_device_name() if ensemble.device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    setting = {"where": where, "transformers": transformers.__version__, "torch": torch.__version__}
+    writers: list[tuple[dict, Writer]] = []
+    for path, model, tokenizer in zip(models, ensemble.members, ensemble.tokenizers, strict=True):
+        writers.append(({"member": Path(path).name}, Writer(model, tokenizer, {})))
+    for length in args.lengths:
+        options = {"method": SweetSpanConfig(span_length=length)}
+        writers.append(({"span_length": length}, Writer(ensemble, ensemble.tokenizer, options)))
+
+    sets = [
+        (kind, read_set(*paths, kind, args.num_examples))
+        for kind, paths in ((SHORT, args.short_answers), (REASONING, args.reasoning))
+        if paths
+    ]
+    points: list[tuple[dict, Callable[[], dict]]] = []
+    if "time" in args.measures:
+        examples = sets[-1][1]
+        for who, writer in writers:
+            points.append(({"measures": "time", **who}, lambda w=writer: {**time_of_a_token(w, examples), **setting}))
+    if "quality" in args.measures:
+        for (kind, examples), (who, writer) in ((s, w) for s in sets for w in writers):
+            point = {"measures": kind.title, **who, "of": len(examples)}
+            points.append(
+                (point, lambda w=writer, k=kind, e=examples: {**quality(w, k, e, args.batch_size), **setting})
+            )
+    run_points(points, args.results)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, required=True, help="file of finished points")
+    parser.add_argument("--plot", type=Path, help="SVG file to draw")
+    parser.add_argument("--short-answers", type=Path, nargs=2, metavar=("DATA", "PROMPT"))
+    parser.add_argument("--reasoning", type=Path, nargs=2, metavar=("DATA", "PROMPT"))
+    parser.add_argument("--models", nargs="+", help="members; default: the two demo models")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--measures", nargs="+", choices=("quality", "time"), default=["time", "quality"])
+    parser.add_argument("--num-examples", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=50)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    if args.short_answers or args.reasoning:
+        measure_all(args)
+    points = read_points(args.results)
+    for point in points:
+        value, error = _value_and_error(point)
+        who = point.get("member") or f"L = {point['span_length']}"
+        print(f"{point['measures']}, {who}: {value:.1f}" + (f" ± {error:.1f} %" if "of" in point else " ms"))
+    if args.plot:
+        draw(points, args.plot)
+
+
+if __name__ == "__main__":
+    main()
