@@ -500,8 +500,9 @@ def _without(plan: Tensor, member: int, rows: Sequence[int]) -> Tensor:
     kept = plan.clone()
     kept[list(rows), member] = 0.0
     before, after = plan.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)
-    # Weights as given may sum to nothing, or turn over: then they stay as they are.
-    kept = torch.where(before * after > 0, kept * before / after, kept)
+    # Where some are negative they are no shares of anything, and stay as given.
+    is_share = (plan >= 0).all(-1, keepdim=True) & (after > 0)
+    kept = torch.where(is_share, kept * before / after, kept)
     # Where nobody else has a weight, the primary goes on until the member can.
     kept[(kept == 0).all(-1), 0] = 1.0
     return kept

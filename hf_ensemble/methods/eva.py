@@ -41,7 +41,7 @@ class Eva(TokenMethod):
         similarities to anchors, with no map.
     """
 
-    resync: Resync = "append"
+    resync: Resync = "retokenize"
     is_wide = False
 
     def __init__(

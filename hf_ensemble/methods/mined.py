@@ -27,7 +27,7 @@ class Mined(TokenMethod):
         GaC gives entries that only an assistant has columns of their own. EVA compares embeddings, not spellings.
     """
 
-    resync: Resync = "append"
+    resync: Resync = "retokenize"
     is_wide = False
 
     def __init__(self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device):

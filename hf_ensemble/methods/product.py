@@ -1,5 +1,6 @@
 """The product of experts: weighted log-probabilities summed over the union vocabulary."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from .base import Mixed, TokenMethod
 
 
 class ProductOfExperts(TokenMethod):
-    """Fuse `log q(x) = sum_i w_i log p_i(x) + const` over the entries x of the union vocabulary.
+    """Fuse `log q(x) = sum_i w_i log p_i(x) + const` over the entries x of the members that have a weight.
 
     Weights are taken as given. A negative one turns a member into what the others are contrasted with; where it gives
     nothing, it does not count. An entry that a member lacks has the log-probability of the first id that writes it.
@@ -46,6 +47,8 @@ class ProductOfExperts(TokenMethod):
     ):
         super().__init__(union, eos_ids, device)
         self.alpha = alpha
+        # It says what is plausible, whatever its weight.
+        self.starts_from_primary = alpha is not None
         is_control = torch.as_tensor(union.encoders[0].token_bytes.kinds == CONTROL, device=device)
         self._primary_control = is_control.nonzero()[:, 0]
         ids = torch.arange(union.primary_size, device=device)
@@ -66,6 +69,10 @@ class ProductOfExperts(TokenMethod):
         normalizers = primary.new_zeros(primary.shape[0], len(logits))
         fused = primary.new_zeros(primary.shape[0], len(self.union))
         fused_eos = primary.new_zeros(primary.shape[0])
+        proposed = torch.zeros_like(fused, dtype=torch.bool)
+        for index, lacks in enumerate(self._lacks):
+            proposed |= (weights[:, index, None] != 0) & ~lacks
+        proposed.index_fill_(1, self._no_entry, False)
         for index, member_logits in enumerate(logits):
             if member_logits is None:
                 continue
@@ -80,12 +87,11 @@ class ProductOfExperts(TokenMethod):
             fused += _weighted(entry_logprobs, weight[:, None])
             fused_eos += _weighted(eos_logprob, weight)
             if index == 0 and self.alpha is not None and self.alpha > 0:
-                best = torch.maximum(entry_logprobs.amax(-1), eos_logprob)
-                # In a row that the primary has no weight in, it has no say in what is plausible either.
-                least = torch.where(weight != 0, best + torch.tensor(self.alpha, device=best.device).log(), -torch.inf)
+                best = entry_logprobs.masked_fill(~proposed, -torch.inf).amax(-1)
+                least = torch.maximum(best, eos_logprob) + math.log(self.alpha)
                 fused.masked_fill_(entry_logprobs < least[:, None], -torch.inf)
                 fused_eos.masked_fill_(eos_logprob < least, -torch.inf)
-        fused.index_fill_(1, self._no_entry, -torch.inf).index_fill_(1, self.unwritable, -torch.inf)
+        fused.masked_fill_(~proposed, -torch.inf).index_fill_(1, self.unwritable, -torch.inf)
         if self.maps[0].eos_ids.numel():
             put_eos(fused, fused_eos, primary, self.maps[0].eos_ids, nothing=-torch.inf)
         return Mixed(fused.log_softmax(-1), normalizers)
