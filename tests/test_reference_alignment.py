@@ -61,7 +61,7 @@ def test_the_nearest_entry():
 
 def test_characters_count_unless_an_entry_is_none():
     # One character or one byte to change, three bytes apart in either case.
-    assert nearest("国".encode(), ["xy".encode(), "中".encode()]) == "中".encode()
+    assert nearest("国".encode(), [b"xy", "中".encode()]) == "中".encode()
     # By bytes: 1 to the first two bytes of the character, 3 to `x`, 2 to `\xe5`.
     assert nearest("国".encode()[:2], [b"x", b"\xe5", "国".encode(), b"\xe5\x9c\xff"]) == b"\xe5"
     assert nearest("国".encode()[:2], [b"x", "国".encode(), b"\xe5\x9c\xff"]) == "国".encode()
