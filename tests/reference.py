@@ -1,4 +1,5 @@
-"""The plain, slow reference for GaC and UniTE: dictionaries keyed by bytes, and a fresh forward for every step.
+"""The plain, slow reference for GaC and UniTE, with gates and log space: dictionaries keyed by bytes, and a fresh
+forward for every step.
 
 It implements sections 1 to 5 of the semantics from the tokenizers and models alone and shares no code with the
 library. No cache, no batch, no vectorised arithmetic beyond one softmax.
@@ -10,7 +11,7 @@ import functools
 import heapq
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -293,6 +294,19 @@ def _softmax(logits: dict[Key, float]) -> dict[Key, float]:
     return {key: math.exp(logit - total) for key, logit in logits.items()}
 
 
+def _softmaxes(logits: list[dict[Key, float] | None]) -> list[dict[Key, float] | None]:
+    return [_softmax(by_key) if by_key is not None else None for by_key in logits]
+
+
+def _average(weights: Sequence[float], members: Sequence[dict[Key, float] | None]) -> dict[Key, float]:
+    fused: dict[Key, float] = {}
+    for weight, probs in zip(weights, members, strict=True):
+        if weight:
+            for key, prob in probs.items():
+                fused[key] = fused.get(key, 0.0) + weight * prob
+    return fused
+
+
 # --- Contexts, distributions and choices (sections 2 to 5) ----------------------------------------------------------
 
 
@@ -310,12 +324,15 @@ class AssistantState:
 class State:
     primary_ids: list[int]
     assistants: list[AssistantState]
+    prompt_length: int = 0
+    """How many of the primary's ids are the prompt."""
 
 
 @dataclass
 class Step:
     fused: dict[Key, float]
-    """GaC: by entry of the union. UniTE: by key of the union of the best k. What the primary cannot write is gone."""
+    """GaC: by entry of the union. UniTE: by key of the union of the best k. Methods in the primary's space: by entry of
+    the primary. What the primary cannot write is gone."""
     columns: dict[int, float]
     """`fused` on the primary's ids; ids that are not listed have nothing."""
     contexts: list[list[int] | None]
@@ -323,9 +340,11 @@ class Step:
     members: list[dict[Key, float] | None]
     """Each member's own distribution (UniTE: over the keys of `fused`, before the primary's limits)."""
     weights: list[float]
-    """As used: 0 for members that sat out, sum 1."""
+    """As used: 0 for members that sat out; sum 1, but for log space."""
     eos_id: int | None
     """The primary's id that EOS is written as."""
+    is_closed: bool = False
+    """Whether the gate left this step to its own member."""
 
 
 class Reference:
@@ -334,25 +353,57 @@ class Reference:
     With one member, or all weight on the primary, the library runs the primary's own `generate`, which does not pool
     ids of the same bytes: compare with that instead.
 
+    Where the semantics leave something open:
+
+    - The gate is not asked in a step that its member sits out; the step is then open. A closed step is the method on
+      the gate's member alone: pooled by entry, UniTE cut to its best k, DeePEn's logits decayed.
+    - Log space. The entries are those of the members that run in the step. A missing entry takes the log-probability
+      of that id alone, not of the ids of the same bytes. Every member's log-probabilities are normalized over its
+      entries and EOS. EOS has no mass in a member without an end id. When a member sits out, the sum of the weights
+      is kept if none is negative, else they stay as given. The cut-off compares the same log-probabilities that are
+      summed, so an entry that the primary lacks stands and falls with its first id. It needs the primary to run even
+      at weight 0, but for a step that is closed on an assistant: that has no cut-off.
+
     Args:
         members: At least one.
         method: `"gac"` or `"unite"`.
-        weights: One a member, uniform by default.
+        weights: One a member, uniform by default, or a function of the ensemble and the state that gives them.
         top_k: For UniTE.
+        threshold: Where the gate's highest probability is above this, the gate's member decides alone.
+        gate: Index of the member that is asked; it may have weight 0.
+        space: For GaC: `"linear"` or `"log"`.
+        alpha: For log space: drop what has less than this times the primary's highest probability.
+        resync: `"append"` or `"retokenize"`, the method's own by default.
     """
+
+    resyncs = {"gac": "append", "unite": "retokenize"}
+    """How the contexts of assistants grow, by method."""
 
     def __init__(
         self,
         members: Sequence[ReferenceMember],
         method: str = "gac",
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float] | Callable[["Reference", State], Sequence[float]] | None = None,
         top_k: int = 10,
+        threshold: float | None = None,
+        gate: int = 0,
+        space: str = "linear",
+        alpha: float | None = None,
+        resync: str | None = None,
     ):
-        if method not in ("gac", "unite"):
+        if method not in self.resyncs:
             raise ValueError(f"Unknown method {method!r}.")
+        if space not in ("linear", "log") or (space == "log" and method != "gac"):
+            raise ValueError(f"{method} has no space {space!r}.")
+        if alpha is not None and space == "linear":
+            raise ValueError("alpha is for log space.")
         self.members, self.primary, self.assistants = list(members), members[0], list(members[1:])
-        self.method, self.top_k = method, top_k
-        self.weights = [float(weight) for weight in weights or [1] * len(members)]
+        self.method, self.resync, self.top_k = method, resync or self.resyncs[method], top_k
+        self.threshold, self.gate, self.space, self.alpha = threshold, gate, space, alpha
+        if callable(weights):
+            self.weights = weights
+        else:
+            self.weights = [float(weight) for weight in weights or [1 / len(members)] * len(members)]
 
     # Contexts
 
@@ -364,7 +415,7 @@ class Reference:
         for member in self.assistants:
             start = AssistantState(data, [*member.prompt_prefix, *member.prompt_ids(text)])
             states.append(_append(member, start, begun) if begun else start)
-        return State(list(primary_prompt_ids), states)
+        return State(list(primary_prompt_ids), states, len(primary_prompt_ids))
 
     def advance(self, state: State, chosen: Key | Sequence[int]) -> State:
         """The state after an entry was written, given as its key or as the primary's ids."""
@@ -382,13 +433,13 @@ class Reference:
                 replace(_append(member, old, data), text=old.text + data)
                 for member, old in zip(self.assistants, states, strict=True)
             ]
-        return State([*state.primary_ids, *ids], states)
+        return State([*state.primary_ids, *ids], states, state.prompt_length)
 
     def contexts(self, state: State) -> list[list[int] | None]:
         """What each member reads; None for those that sit out."""
         contexts = [state.primary_ids]
         for member, own in zip(self.assistants, state.assistants, strict=True):
-            if self.method == "gac":
+            if self.resync == "append":
                 contexts.append(None if own.held else own.appended)
                 continue
             text, begun = split_begun(own.text)
@@ -400,28 +451,28 @@ class Reference:
     # Distributions
 
     def distribution(self, state: State) -> Step:
-        contexts = [c if w else None for c, w in zip(self.contexts(state), self.weights, strict=True)]
-        weights = [w if c is not None else 0.0 for c, w in zip(contexts, self.weights, strict=True)]
+        contexts = self.contexts(state)
+        given = [float(w) for w in (self.weights(self, state) if callable(self.weights) else self.weights)]
+        is_closed = self._is_closed(contexts)
+        if is_closed:
+            given = [float(index == self.gate) for index in range(len(self.members))]
+        weights = [w if c is not None else 0.0 for c, w in zip(contexts, given, strict=True)]
         if not any(weights):
-            contexts[0], weights[0] = state.primary_ids, 1.0
-        weights = [weight / sum(weights) for weight in weights]
+            weights[0] = 1.0
+        if self.space == "linear":
+            weights = [weight / sum(weights) for weight in weights]
+        elif min(given) >= 0:
+            weights = [weight * sum(given) / sum(weights) for weight in weights]
+        runs = [bool(w) or (index == 0 and self._needs_primary(is_closed)) for index, w in enumerate(weights)]
+        contexts = [context if run else None for context, run in zip(contexts, runs, strict=True)]
 
         logits, rows = [], []
-        for member, context in zip(self.members, contexts, strict=True):
-            by_key, row = member.entry_logits(context) if context is not None else (None, None)
-            if by_key is not None and member is self.primary:
-                others = member.control - set(member.control_eos) - member.rowless
-                by_key |= {("control", i): row[i] for i in others}
+        for index, context in enumerate(contexts):
+            by_key, row = self._logits(index, context) if context is not None else (None, None)
             logits.append(by_key)
             rows.append(row)
 
-        if self.method == "unite":
-            logits = self._over_best_keys(logits, rows)
-        members = [_softmax(by_key) if by_key is not None else None for by_key in logits]
-        fused: dict[Key, float] = {}
-        for weight, probs in zip(weights, members, strict=True):
-            for key, prob in (probs or {}).items():
-                fused[key] = fused.get(key, 0.0) + weight * prob
+        fused, members, weights = self._fuse(weights, logits, rows)
         eos_id = self._eos_id(rows[0])
         spelled = {key: ids for key in fused if (ids := self._primary_ids(key, eos_id))}
         total = sum(fused[key] for key in spelled)
@@ -431,7 +482,69 @@ class Reference:
         columns: dict[int, float] = {}
         for key, prob in fused.items():
             columns[spelled[key][0]] = columns.get(spelled[key][0], 0.0) + prob
-        return Step(fused, columns, contexts, members, weights, eos_id)
+        return Step(fused, columns, contexts, members, weights, eos_id, is_closed)
+
+    def _logits(self, index: int, context: list[int]) -> tuple[dict[Key, float], list[float]]:
+        """A member's logits by entry, with the control tokens that are entries of the primary, and by id."""
+        member = self.members[index]
+        by_key, row = member.entry_logits(context)
+        if index == 0:
+            others = member.control - set(member.control_eos) - member.rowless
+            by_key |= {("control", i): row[i] for i in others}
+        return by_key, row
+
+    def _is_closed(self, contexts: list[list[int] | None]) -> bool:
+        if self.threshold is None or contexts[self.gate] is None:
+            return False
+        by_key, _ = self._logits(self.gate, contexts[self.gate])
+        return max(_softmax(by_key).values()) > self.threshold
+
+    def _needs_primary(self, is_closed: bool) -> bool:
+        """Whether the primary runs in a step in which it has no weight."""
+        return self.alpha is not None and not is_closed
+
+    def _fuse(
+        self, weights: list[float], logits: list[dict[Key, float] | None], rows: list[list[float] | None]
+    ) -> tuple[dict[Key, float], list[dict[Key, float] | None], list[float]]:
+        """The fused distribution, up to a factor, each member's own, and the weights as used."""
+        if self.space == "log":
+            return self._product(weights, logits, rows), _softmaxes(logits), weights
+        if self.method == "unite":
+            logits = self._over_best_keys(logits, rows)
+        members = _softmaxes(logits)
+        return _average(weights, members), members, weights
+
+    def _product(
+        self, weights: list[float], logits: list[dict[Key, float] | None], rows: list[list[float] | None]
+    ) -> dict[Key, float]:
+        logits = [
+            {key: logit for key, logit in by_key.items() if key == EOS or isinstance(key, bytes)} if by_key else None
+            for by_key in logits
+        ]
+        keys = {key for by_key, weight in zip(logits, weights, strict=True) if weight for key in by_key}
+        logprobs: list[dict[Key, float] | None] = []
+        for member, by_key, row in zip(self.members, logits, rows, strict=True):
+            if by_key is None:
+                logprobs.append(None)
+                continue
+            total, own = _logsumexp(list(by_key.values())), {}
+            for key in keys:
+                own[key] = by_key.get(key, -math.inf) - total
+                if key not in by_key and key != EOS and (ids := member.encode(key)):
+                    own[key] = row[ids[0]] - total
+            logprobs.append(own)
+        if self.alpha is not None and logprobs[0] is not None:
+            least = max(logprobs[0].values()) + (math.log(self.alpha) if self.alpha else -math.inf)
+            keys = {key for key in keys if logprobs[0][key] >= least}
+        sums = {}
+        for key in keys:
+            terms = [(weight, own[key]) for weight, own in zip(weights, logprobs, strict=True) if weight]
+            sums[key] = sum(weight * logprob for weight, logprob in terms if weight > 0 or logprob != -math.inf)
+        written = {key: value for key, value in sums.items() if key == EOS or self.primary.encode(key) is not None}
+        highest = max(written.values(), default=-math.inf)
+        if highest == -math.inf:
+            raise ValueError("No entry that the primary can write has probability.")
+        return {key: math.exp(value - highest) for key, value in written.items()}
 
     def _over_best_keys(self, logits: list[dict[Key, float] | None], rows: list[list[float] | None]) -> list:
         union: set[Key] = set()

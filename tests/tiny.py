@@ -204,6 +204,18 @@ def unigram(
     return _wrap(tokenizer, control, added, eos, bos, pad, unk="<unk>", padding_side=padding_side)
 
 
+def pieces(*tokens: str, specials: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Exactly these pieces (spelled with `▁` and `<0xNN>`), from id 2 on; `</s>` is 0, `<unk>` 1, `specials` follow."""
+    control = ["</s>", "<unk>"]
+    scores = [(piece, -1.0) for piece in [*control, *tokens, *specials]]
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=1, byte_fallback=False))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE_SIGN)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE_SIGN, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return _wrap(tokenizer, [*control, *specials], (), "</s>", None, None, unk="<unk>", padding_side="left")
+
+
 def wordpiece(
     vocab_size: int = 500,
     *,
