@@ -516,7 +516,7 @@ def test_a_piece_under_the_id_of_an_added_token_is_never_written():
     (double,) = ids_of(tokenizer, "<y>")
     piece = next(p for p, i in tokenizer.get_vocab().items() if i == double and p != "<y>")
     assert encoder.token_bytes.entries[double] == b"<y>"
-    data = encoder.token_bytes.writer.piece(piece)
+    data = encoder.token_bytes.writer.pieces([piece])[0]
     assert data not in encoder.id_of
     assert encoder.token_bytes.write(encoder.encode(data)) == data
 
