@@ -288,7 +288,7 @@ class ByteEncoder:
         """Whether each run of ids writes exactly its bytes, with no suspicious id, of shape `(len(batch),)`."""
         written = np.concatenate([[0], np.cumsum(self._lengths[np.minimum(ids, self.token_bytes.num_ids)])])[bounds]
         wanted = np.array(list(map(len, batch)), dtype=np.int64)
-        exact = np.diff(written) == wanted
+        exact: np.ndarray = np.diff(written) == wanted
         entries = self.token_bytes.entries
         found = b"".join([entries[i] for i in ids[np.repeat(exact, np.diff(bounds))].tolist()])
         data = b"".join(itertools.compress(batch, exact.tolist()))
