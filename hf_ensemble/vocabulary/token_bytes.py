@@ -2,7 +2,8 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -88,17 +89,17 @@ class TokenBytes:
         num_ids = len(tokens) if num_ids is None else num_ids
         num_rowless = sum(1 for token in tokens[num_ids:] if token is not None)
         tokens += [None] * (num_ids - len(tokens))
-        entries = [b"" if token is None else self.writer.piece(token) for token in tokens[:num_ids]]
+        entries = self.writer.pieces([token or "" for token in tokens[:num_ids]])
         # A vocabulary with holes can have a piece under the id of an added token: the decoder writes the added one.
-        for i, token in self.added.items():
-            if i < num_ids:
-                entries[i] = self.writer.added(token.content)
-        kinds = np.fromiter((TEXT if entry else NO_TOKEN for entry in entries), dtype=np.uint8, count=num_ids)
-        for i in self.control:
-            if i < num_ids:
-                entries[i] = b""
-                kinds[i] = CONTROL
+        added = {i: token.content for i, token in self.added.items() if i < num_ids}
+        for i, entry in zip(added, self.writer.added(list(added.values())), strict=True):
+            entries[i] = entry
+        control = [i for i in self.control if i < num_ids]
+        for i in control:
+            entries[i] = b""
         lengths = np.fromiter(map(len, entries), dtype=np.int64, count=num_ids)
+        kinds = np.where(lengths > 0, TEXT, NO_TOKEN).astype(np.uint8)
+        kinds[control] = CONTROL
         return {
             "kinds": kinds,
             "bounds": np.concatenate([[0], np.cumsum(lengths)]),
@@ -110,6 +111,11 @@ class TokenBytes:
     def entries(self) -> list[bytes]:
         """What each id writes; empty for control tokens and ids without a token."""
         return [self._blob[a:b] for a, b in itertools.pairwise(self._bounds.tolist())]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of bytes that each id writes, of shape `(num_ids,)`."""
+        return np.diff(self._bounds)
 
     def entry(self, token_id: int) -> bytes:
         """What one id writes, without spreading out the whole vocabulary."""
@@ -204,25 +210,32 @@ class TokenWriter:
         text: str = self._decoder.decode(tokens)
         return text
 
-    def piece(self, token: str) -> bytes:
-        """What an ordinary vocabulary token writes."""
+    def pieces(self, tokens: Sequence[str]) -> list[bytes]:
+        """What ordinary vocabulary tokens write; nothing for empty ones."""
         if self.family == "byte-level":
-            try:
-                return token.translate(_BYTE_OF_CHAR).encode("latin-1")
-            except UnicodeEncodeError:
-                return token.encode("utf-8", "surrogatepass")
+            return _undo_byte_alphabet(tokens)
         if self._word_prefix is not None:
-            is_suffix = token.startswith(self._word_prefix)
-            return (token[len(self._word_prefix) :] if is_suffix else " " + token).encode("utf-8", "surrogatepass")
-        if self._byte_fallback and (match := _BYTE_FALLBACK.fullmatch(token)):
-            return bytes([int(match[1], 16)])
+            prefix = self._word_prefix
+            words = [token[len(prefix) :] if token.startswith(prefix) else token and " " + token for token in tokens]
+            return [word.encode("utf-8", "surrogatepass") for word in words]
+        # All at once, around a character that no token has.
+        text = "".join(tokens)
+        separator = next(char for char in map(chr, range(sys.maxunicode, 0, -1)) if char not in text)
+        text = separator.join([*tokens, ""])
         for old, new in self._replacements:
-            token = token.replace(old, new)
-        return token.encode("utf-8", "surrogatepass")
+            text = text.replace(old, new)
+        entries = text.encode("utf-8", "surrogatepass").split(separator.encode())[:-1]
+        if self._byte_fallback:
+            for i, token in enumerate(tokens):
+                if token.startswith("<0x") and (match := _BYTE_FALLBACK.fullmatch(token)):
+                    entries[i] = bytes([int(match[1], 16)])
+        return entries
 
-    def added(self, token: str) -> bytes:
-        """What an added token writes: its literal text; SentencePiece-style, as the decoder writes it."""
-        return self.piece(token) if self.family == "sentencepiece" else token.encode("utf-8", "surrogatepass")
+    def added(self, tokens: Sequence[str]) -> list[bytes]:
+        """What added tokens write: their literal text; SentencePiece-style, as the decoder writes it."""
+        if self.family == "sentencepiece":
+            return self.pieces(tokens)
+        return [token.encode("utf-8", "surrogatepass") for token in tokens]
 
 
 def _control_ids(
@@ -245,15 +258,26 @@ def flatten_component(state: dict[str, Any] | None, key: str) -> list[dict[str, 
     return [part for inner in state[key] for part in flatten_component(inner, key)]
 
 
-def _gpt2_alphabet() -> dict[int, int]:
-    """Code point in a byte-level token -> byte. Bytes that print stand for themselves, others start at U+0100."""
+def _gpt2_alphabet() -> np.ndarray:
+    """Code point in a byte-level token -> byte, or -1. Bytes that print stand for themselves, others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
-    # Every other code point below U+0100 must not pass for a byte, so it is sent outside of latin-1.
-    table = dict.fromkeys(others, 65535)
-    table.update({b: b for b in printable})
-    table.update({0x100 + n: b for n, b in enumerate(others)})
+    table = np.full(0x100 + len(others) + 1, -1)
+    table[printable] = printable
+    table[0x100:-1] = others
     return table
 
 
 _BYTE_OF_CHAR = _gpt2_alphabet()
+
+
+def _undo_byte_alphabet(tokens: Sequence[str]) -> list[bytes]:
+    """The bytes that tokens spell in GPT-2's alphabet; the UTF-8 of a token with a character outside of it."""
+    chars = np.frombuffer("".join(tokens).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    values = _BYTE_OF_CHAR[np.minimum(chars, len(_BYTE_OF_CHAR) - 1)]
+    ends = np.cumsum(np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens)))
+    data = values.astype(np.uint8).tobytes()
+    entries = [data[a:b] for a, b in itertools.pairwise([0, *ends.tolist()])]
+    for i in np.unique(np.searchsorted(ends, np.flatnonzero(values < 0), side="right")).tolist():
+        entries[i] = tokens[i].encode("utf-8", "surrogatepass")
+    return entries

@@ -1,5 +1,6 @@
 """The union vocabulary: every entry that any member can write, matched by bytes."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -93,52 +94,47 @@ class UnionVocabulary:
         return self._continuation_ids[member][a:b].tolist() or None
 
     def _build(self) -> dict[str, np.ndarray]:
-        primary = self.encoders[0]
-        union_of = dict(primary.id_of)
-        source_member = [0] * self.primary_size
-        source_id = list(range(self.primary_size))
+        union_of = dict(self.encoders[0].id_of)
+        entries = list(self.encoders[0].token_bytes.entries)
+        sources = [np.stack([np.zeros(self.primary_size, dtype=np.int32), np.arange(self.primary_size)])]
         for m, encoder in enumerate(self.encoders[1:], start=1):
-            for entry, i in sorted(encoder.id_of.items(), key=lambda item: item[1]):
-                if entry not in union_of:
-                    union_of[entry] = len(source_id)
-                    source_member.append(m)
-                    source_id.append(i)
-        union_size = len(source_id)
-        arrays = {"source": np.array([source_member, source_id], dtype=np.int32)}
+            canonical = sorted(encoder.id_of.values())
+            new = [i for i in canonical if encoder.token_bytes.entries[i] not in union_of]
+            new_entries = [encoder.token_bytes.entries[i] for i in new]
+            union_of.update(zip(new_entries, range(len(entries), len(entries) + len(new)), strict=True))
+            entries += new_entries
+            sources.append(np.stack([np.full(len(new), m), new]))
+        arrays = {"source": np.concatenate(sources, axis=1).astype(np.int32)}
+        in_use = np.sort(np.array(list(union_of.values()), dtype=np.int64))
         for m, encoder in enumerate(self.encoders):
             token_bytes = encoder.token_bytes
             to_union = np.full(token_bytes.num_ids, -1, dtype=np.int32)
             text_ids = np.flatnonzero(token_bytes.kinds == TEXT)
             to_union[text_ids] = [union_of[token_bytes.entries[i]] for i in text_ids.tolist()]
-            own = np.full(union_size, -1, dtype=np.int32)
-            canonical = np.array(list(encoder.id_of.values()), dtype=np.int32)
-            own[to_union[canonical]] = canonical
+            own = np.full(len(entries), -1, dtype=np.int32)
+            canonical_ids = np.array(list(encoder.id_of.values()), dtype=np.int32)
+            own[to_union[canonical_ids]] = canonical_ids
             if m == 0:
                 control = np.flatnonzero(token_bytes.kinds == CONTROL)
                 to_union[control] = control
                 own[control] = control
-            first = own.copy()
-            # In the order of `union_of`, which is that of union ids from the primary's size on.
-            has_own = (own >= 0).tolist()
-            missing = [entry for entry, u in union_of.items() if not has_own[u]]
-            lengths = np.zeros(union_size, dtype=np.int64)
+            missing = in_use[own[in_use] < 0]
+            lengths = np.zeros(len(entries), dtype=np.int64)
             flat: list[int] = []
-            starts: dict[int, int] = {}
             # In pieces, so that no more than a few thousand lists live at once: more keep the garbage collector busy.
             for start in range(0, len(missing), _BATCH):
                 batch = missing[start : start + _BATCH]
-                for entry, ids in zip(batch, encoder.encode_batch(batch), strict=True):
-                    if ids:
-                        u = union_of[entry]
-                        first[u] = ids[0]
-                        lengths[u] = len(ids)
-                        starts[u] = len(flat)
-                        flat += ids
+                encoded = [ids or [] for ids in encoder.encode_batch([entries[u] for u in batch.tolist()])]
+                lengths[batch] = list(map(len, encoded))
+                flat += itertools.chain.from_iterable(encoded)
+            bounds = np.concatenate([[0], np.cumsum(lengths)])
+            ids = np.array(flat, dtype=np.int32)
+            first = own.copy()
+            written = np.flatnonzero(lengths)
+            first[written] = ids[bounds[written]]
             arrays[f"member_to_union_{m}"] = to_union
             arrays[f"union_to_member_{m}"] = own
             arrays[f"union_to_first_{m}"] = first
-            arrays[f"continuation_bounds_{m}"] = np.concatenate([[0], np.cumsum(lengths)])
-            if list(starts) != sorted(starts):
-                flat = [i for u in sorted(starts) for i in flat[starts[u] : starts[u] + int(lengths[u])]]
-            arrays[f"continuation_ids_{m}"] = np.array(flat, dtype=np.int32)
+            arrays[f"continuation_bounds_{m}"] = bounds
+            arrays[f"continuation_ids_{m}"] = ids
         return arrays

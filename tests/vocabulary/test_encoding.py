@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_ensemble.vocabulary.encoding import split_begun_character
+from hf_ensemble.vocabulary.encoding import _CHUNK, _SEPARATOR, split_begun_character
 from hf_ensemble.vocabulary.token_bytes import CONTROL, TEXT
 from tests import tiny
 
@@ -109,6 +109,16 @@ def test_ids_write_exactly_the_bytes_or_there_are_none(name, data):
 @given(batch=st.lists(data, max_size=4))
 def test_a_batch_is_encoded_as_each_of_it_alone(name, batch):
     encoder = family_encoder(name)
+    assert encoder.encode_batch(batch) == [encoder.encode(one) for one in batch]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_neighbours_in_a_batch_do_not_act_on_one_another(name):
+    encoder = family_encoder(name)
+    spelled = [token.content for token in encoder.token_bytes.added.values()]
+    texts = ["", " ", "the", "\u0301", "e", "\n", _SEPARATOR, f"a{_SEPARATOR}b", *spelled]
+    batch = [one.encode() for text in texts for other in texts for one in (text, other + text)]
+    assert len(batch) > _CHUNK // 2
     assert encoder.encode_batch(batch) == [encoder.encode(one) for one in batch]
 
 
@@ -516,7 +526,7 @@ def test_a_piece_under_the_id_of_an_added_token_is_never_written():
     (double,) = ids_of(tokenizer, "<y>")
     piece = next(p for p, i in tokenizer.get_vocab().items() if i == double and p != "<y>")
     assert encoder.token_bytes.entries[double] == b"<y>"
-    data = encoder.token_bytes.writer.piece(piece)
+    data = encoder.token_bytes.writer.pieces([piece])[0]
     assert data not in encoder.id_of
     assert encoder.token_bytes.write(encoder.encode(data)) == data
 
