@@ -362,7 +362,7 @@ class Reference:
       entries and EOS. EOS has no mass in a member without an end id. When a member sits out, the sum of the weights
       is kept if none is negative, else they stay as given. The cut-off compares the same log-probabilities that are
       summed, so an entry that the primary lacks stands and falls with its first id. It needs the primary to run even
-      at weight 0, but for a step that is closed on an assistant: that has no cut-off.
+      at weight 0, and in a step that is closed on an assistant.
 
     Args:
         members: At least one.
@@ -501,7 +501,7 @@ class Reference:
 
     def _needs_primary(self, is_closed: bool) -> bool:
         """Whether the primary runs in a step in which it has no weight."""
-        return self.alpha is not None and not is_closed
+        return self.alpha is not None
 
     def _fuse(
         self, weights: list[float], logits: list[dict[Key, float] | None], rows: list[list[float] | None]

@@ -21,7 +21,7 @@ class _ReferenceMapped(Reference):
       assistant's. `resync="append"` gives the other.
     - EOS is moved to EOS, the primary's other control tokens are entries of their own and never the target of a text.
     - Mass that has no target (EOS where the primary has none, EVA's entries without neighbours) is dropped and the
-      member renormalized before the average; a member left with nothing sits the step out. If that leaves nobody, it
+      average renormalized; a member left with nothing sits the step out. If that leaves nobody, it
       is an error.
     - `Step.members` are the distributions after the move, None for a member that sat out.
     """
@@ -53,7 +53,7 @@ class _ReferenceMapped(Reference):
                 shares = self.maps[index - 1].get(key, {})
             for target, share in shares.items():
                 moved[target] = moved.get(target, 0.0) + share * prob
-        return _normalized(moved)
+        return moved or None
 
     def _fuse(
         self, weights: list[float], logits: list[dict[Key, float] | None], rows: list[list[float] | None]
