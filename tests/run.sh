@@ -96,8 +96,9 @@ export HF_HUB_OFFLINE=1
 export OMP_NUM_THREADS=1
 unit=(-m pytest --quiet --ignore=tests/real -n logical --maxprocesses 8 -m "$without and not real")
 real=(-m pytest --quiet tests/real -n logical --maxprocesses 2 --dist loadfile -m)
-tests "unit tests, newest" $newest/python "${unit[@]}"
+tests "unit tests, newest" $newest/python "${unit[@]}" -m "$without and not real and not slow"
 if ! $quick; then
+    tests "slow tests, newest" $newest/python "${unit[@]}" -m "$without and not real and slow"
     # What is slow, and UniTE beside GaC, is the same on both.
     tests "unit tests, oldest" $oldest/python "${unit[@]}" -m "$without and not real and not slow" -k "not unite"
     tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not unite"

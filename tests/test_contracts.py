@@ -7,24 +7,28 @@ import pytest
 from hf_ensemble import EvaConfig
 from tests import contracts
 
-each_method = pytest.mark.parametrize("method", [*contracts.METHODS, *contracts.MAPPED, contracts.SPANS])
+ALL = (*contracts.METHODS, *contracts.MAPPED, contracts.SPANS)
+FIRST = (*contracts.AVERAGING, contracts.SPANS)
+"""Those whose contexts and caches the others share."""
+
+
+def cases(recipes, methods):
+    """Recipes with methods; what is left out of the quick run is marked slow."""
+    for recipe, method in itertools.product(recipes, methods):
+        is_quick = recipe in contracts.CORE_RECIPES if method in FIRST else recipe is contracts.CORE_RECIPES[0]
+        marks = [] if is_quick else [pytest.mark.slow]
+        yield pytest.param(recipe, method, marks=marks, id=f"{recipe}-{method}")
 
 
 @pytest.mark.parametrize(
-    ("recipe", "method"),
-    [
-        *itertools.product(contracts.RECIPES, [*contracts.METHODS, contracts.SPANS]),
-        *itertools.product(contracts.CORE_RECIPES, contracts.MAPPED),
-    ],
-    ids=str,
+    ("recipe", "method"), [*cases(contracts.RECIPES, FIRST), *cases(contracts.CORE_RECIPES, sorted({*ALL} - {*FIRST}))]
 )
 @pytest.mark.parametrize("contract", contracts.EVERYWHERE, ids=lambda contract: contract.__name__)
 def test_contract_about_caches_and_positions_holds(contract, recipe, method):
     contract(recipe.ensemble, method)
 
 
-@each_method
-@pytest.mark.parametrize("recipe", contracts.CORE_RECIPES, ids=str)
+@pytest.mark.parametrize(("recipe", "method"), cases(contracts.CORE_RECIPES, ALL))
 @pytest.mark.parametrize("contract", contracts.CORE, ids=lambda contract: contract.__name__)
 def test_contract_about_distributions_and_the_call_holds(contract, recipe, method):
     if method == contracts.SPANS and contract is contracts.the_same_model_twice_is_that_model:

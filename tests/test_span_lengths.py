@@ -31,6 +31,7 @@ def test_reasoned_answers_are_the_last_number(script):
     assert not script.has_number("none", ["1200"])
 
 
+@pytest.mark.slow
 def test_points_are_measured_once_and_drawn(script, tmp_path, monkeypatch):
     members = []
     for name, tokenizer, make in (

@@ -26,7 +26,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control
 METHODS = {"gac": GacConfig, "unite": UniteConfig}
 each_method = pytest.mark.parametrize("gated", METHODS.values(), ids=METHODS)
 BY_TURNS = [
-    pytest.param(recipe, (n + turn) % 2, METHODS[("gac", "unite")[(n // 2 + turn) % 2]], id=f"{recipe}, {turn}")
+    pytest.param(
+        recipe,
+        (n + turn) % 2,
+        METHODS[("gac", "unite")[(n // 2 + turn) % 2]],
+        id=f"{recipe}, {turn}",
+        marks=[pytest.mark.slow] * turn,
+    )
     for n, recipe in enumerate(RECIPES)
     for turn in (0, 1)
 ]

@@ -178,7 +178,7 @@ def test_a_member_that_gives_nan_is_named(ensemble, method, index):
     [
         ({"weights": [1]}, "weights"),
         ({"weights": [1, -1]}, "weights"),
-        ({"method": "average"}, "gac, sweetspan, unite"),
+        ({"method": "average"}, "deepen, eva, gac, mined, sweetspan, unite"),
         ({"tokenizers": []}, "tokenizers"),
     ],
     ids=str,

@@ -413,6 +413,7 @@ def test_forwards_in_a_round_are_at_most_those_of_the_longest_candidate_and_one(
         assert sum(one.num_forwards[index] for one in rounds[0]) == len(model.calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_forwards_of_random_members_in_a_round(ensemble, num_rows, monkeypatch):
     prompts = ["The capital of France is", "The cat", "Once upon a time", "She sells"][:num_rows]
@@ -564,6 +565,7 @@ def test_a_prompt_may_be_empty():
         assert spelling(ensemble.tokenizer).text_of_prompt(output[0].tolist()) == b"one two three four five."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "index"), [("mamba", 1), ("jamba", 0), ("falcon_h1", 1)])
 def test_recurrent_members_follow_rejections(architecture, index):
     smol, gemma = tokenizer_of("smol"), tokenizer_of("gemma")

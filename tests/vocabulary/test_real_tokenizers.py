@@ -18,6 +18,7 @@ from tests.real.fuzz_tokenizers import (
 )
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.npm,
     pytest.mark.skipif(
         "HF_ENSEMBLE_NPM_TOKENIZERS" not in os.environ,
