@@ -14,10 +14,12 @@ FIRST = (*contracts.AVERAGING, contracts.SPANS)
 
 def cases(recipes, methods):
     """Recipes with methods; what is left out of the quick run is marked slow."""
+    found = []
     for recipe, method in itertools.product(recipes, methods):
         is_quick = recipe in contracts.CORE_RECIPES if method in FIRST else recipe is contracts.CORE_RECIPES[0]
         marks = [] if is_quick else [pytest.mark.slow]
-        yield pytest.param(recipe, method, marks=marks, id=f"{recipe}-{method}")
+        found.append(pytest.param(recipe, method, marks=marks, id=f"{recipe}-{method}"))
+    return found
 
 
 @pytest.mark.parametrize(
