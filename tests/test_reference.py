@@ -8,6 +8,8 @@ import torch
 from tests import tiny
 from tests.reference import EOS, Reference, ReferenceMember, split_begun
 
+pytestmark = pytest.mark.slow
+
 
 def member(tokenizer, script=(), **options):
     eos_ids = options.pop("eos_ids", None)

@@ -9,6 +9,8 @@ from tests import tiny
 from tests.reference import EOS, Reference, ReferenceMember
 from tests.reference_alignment import ReferenceEva, ReferenceMined, edit_distance, nearest
 
+pytestmark = pytest.mark.slow
+
 
 def member(tokenizer, probs=None, **options):
     """A member that always says the same; probabilities by piece."""

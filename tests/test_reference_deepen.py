@@ -9,6 +9,8 @@ from tests import tiny
 from tests.reference import EOS, Reference, ReferenceMember
 from tests.reference_deepen import ReferenceDeepen
 
+pytestmark = pytest.mark.slow
+
 A, B, C = 2, 3, 4
 RATES = [0.15 / 4 + 0.15 * 3 / 4 * (1 + math.cos(math.pi * t / 10)) / 2 for t in range(5)]
 """0.15 at first, on the way to 0.0375 after ten steps."""

@@ -9,6 +9,8 @@ from tests import tiny
 from tests.reference import EOS, Reference, ReferenceMember
 from tests.reference_weights import PackllmWeights, nats_per_byte, weights_from_scores
 
+pytestmark = pytest.mark.slow
+
 A, B, C = 2, 3, 4
 
 

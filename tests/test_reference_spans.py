@@ -9,6 +9,8 @@ from tests import tiny
 from tests.reference import EOS, ReferenceMember
 from tests.reference_spans import Candidate, ReferenceSpans, compare_rounds, decide, word_ends
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "The"
 
 
