@@ -1,8 +1,8 @@
-"""A method's arithmetic as one CUDA graph, since launching its many small kernels takes longer than running them."""
+"""Arithmetic as CUDA graphs, since launching its many small kernels takes longer than running them."""
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,62 +16,85 @@ _NUM_EAGER_STEPS = 2
 
 @dataclass
 class _Graph:
-    """A captured step with the buffers that it reads and writes."""
+    """A captured function with the buffers that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    logits: list[Tensor | None]
-    weights: Tensor
-    mixed: Mixed
+    arguments: list[Tensor | None]
+    results: tuple[Tensor, ...]
 
 
-class CapturedMix:
-    """Calls `method.mix`; on CUDA through a graph, once the same shapes have come a few times.
+class Captured:
+    """Calls a function of tensors; on CUDA through a graph, once arguments of the same shapes have come a few times.
 
-    There is one graph for each set of members that take part (behind a gate they change from step to step). Its buffers
-    belong to this object, so calls at the same time need one each.
+    There is one graph for each set of shapes. The buffers belong to this object, so calls at the same time need one
+    each.
 
     Args:
-        method: The method.
+        function: Does the same kernels whenever the shapes are the same, with no look at the host.
+        can_capture: False to call it as it is.
     """
 
-    def __init__(self, method: TokenMethod):
-        self._method = method
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], can_capture: bool):
+        self._function = function
+        self._can_capture = can_capture
         self._num_eager: Counter[tuple[torch.Size | None, ...]] = Counter()
         self._graphs: dict[tuple[torch.Size | None, ...], _Graph] = {}
-        self._can_capture = method.is_capturable
+        self._pool: tuple[int, int] | None = None
 
-    def __call__(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
-        """As `TokenMethod.mix`. The result is the caller's own."""
-        if not (weights.is_cuda and self._can_capture) or torch.cuda.is_current_stream_capturing():
-            return self._method.mix(logits, weights)
-        shapes = tuple(None if member_logits is None else member_logits.shape for member_logits in logits)
+    def __call__(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
+        """As `function`. The results are the caller's own."""
+        is_cuda = any(argument is not None and argument.is_cuda for argument in arguments)
+        if not (is_cuda and self._can_capture) or torch.cuda.is_current_stream_capturing():
+            return self._function(*arguments)
+        shapes = tuple(None if argument is None else argument.shape for argument in arguments)
         if shapes not in self._graphs:
             self._num_eager[shapes] += 1
-            if self._num_eager[shapes] <= _NUM_EAGER_STEPS or not self._capture(shapes, logits, weights):
-                return self._method.mix(logits, weights)
+            if self._num_eager[shapes] <= _NUM_EAGER_STEPS or not self._capture(shapes, arguments):
+                return self._function(*arguments)
         captured = self._graphs[shapes]
-        for buffer, member_logits in zip(captured.logits, logits, strict=True):
-            if buffer is not None and member_logits is not None:
-                buffer.copy_(member_logits)
-        captured.weights.copy_(weights)
+        for buffer, argument in zip(captured.arguments, arguments, strict=True):
+            if buffer is not None and argument is not None:
+                buffer.copy_(argument)
         captured.graph.replay()
-        return Mixed(captured.mixed.logprobs.clone(), captured.mixed.normalizers.clone())
+        return tuple(result.clone() for result in captured.results)
 
-    def _capture(
-        self, shapes: tuple[torch.Size | None, ...], logits: Sequence[Tensor | None], weights: Tensor
-    ) -> bool:
-        inputs = [None if member_logits is None else member_logits.clone() for member_logits in logits]
-        weights = weights.clone()
+    def _capture(self, shapes: tuple[torch.Size | None, ...], arguments: Sequence[Tensor | None]) -> bool:
+        buffers = [None if argument is None else argument.clone() for argument in arguments]
         graph = torch.cuda.CUDAGraph()
+        # One at a time runs, so all may use the same scratch memory.
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             # Thread-local, so that other threads may go on launching on their own.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                mixed = self._method.mix(inputs, weights)
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                results = self._function(*buffers)
         except RuntimeError as error:
             warnings.warn(
                 f"the mixing of a step cannot be captured as a CUDA graph ({error}): it runs uncaptured.", stacklevel=2
             )
             self._can_capture = False
             return False
-        self._graphs[shapes] = _Graph(graph, inputs, weights, mixed)
+        self._graphs[shapes] = _Graph(graph, buffers, results)
         return True
+
+
+class CapturedMix:
+    """Calls `method.mix`, through CUDA graphs if the method allows (see `Captured`).
+
+    There is one graph for each set of members that take part (behind a gate they change from step to step).
+
+    Args:
+        method: The method.
+    """
+
+    def __init__(self, method: TokenMethod):
+        def mix(*arguments: Tensor | None) -> tuple[Tensor, ...]:
+            *logits, weights = arguments
+            assert weights is not None
+            mixed = method.mix(logits, weights)
+            return mixed.logprobs, mixed.normalizers
+
+        self._captured = Captured(mix, method.is_capturable)
+
+    def __call__(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
+        """As `TokenMethod.mix`. The result is the caller's own."""
+        return Mixed(*self._captured(*logits, weights))

@@ -1,6 +1,5 @@
 """Relative representations: a token as its similarities to the anchors, formed for the tokens that are asked for."""
 
-import threading
 from collections.abc import Iterator
 
 import torch
@@ -16,12 +15,14 @@ _SCRATCH_BYTES = 320 * 2**20
 """Most memory of the products from which rows are formed."""
 
 _BLOCK_BYTES = 24 * 2**20
-"""Size of the pieces in which rows are normalised: they stay in a GPU's cache over the passes."""
+"""Size of the pieces in which rows are normalised on a CPU."""
+
+_CUDA_BLOCK_BYTES = 112 * 2**20
+"""The same on a GPU, where small pieces leave it idle."""
 
 _CONVERTED_ROWS = 16384
 _TINY = 1e-30
 _HAS_OUT_DTYPE = torch.__version__ >= "2.8"
-_FORMING = threading.Lock()
 
 
 class RelativeRows:
@@ -29,8 +30,8 @@ class RelativeRows:
 
     A row is the softmax over the anchors of the cosine similarities between a token's embedding and the anchors'. Rows
     are formed and kept, in float32, where the embeddings are; when no more fit, those not asked for just then are
-    forgotten. Rows of tokens
-    without an embedding (all zeros) are uniform.
+    forgotten. Rows of tokens without an embedding (all zeros) are uniform. Not for several threads or CUDA streams at
+    the same time.
 
     Args:
         embeddings: Of shape `(vocab_size, hidden_size)`; not copied.
@@ -58,27 +59,39 @@ class RelativeRows:
         self._num_kept = 0
         self._kept: Tensor | None = None
 
+    def is_missing(self, ids: Tensor) -> Tensor:
+        """Which of some ids have no kept row; ids of any shape, on the embeddings' device."""
+        return self._slot_of[ids] < 0
+
+    def reserve(self) -> None:
+        """Get the memory for kept rows, which stays the same until it is given back."""
+        if self._kept is None:
+            self._kept = self._anchor_inverse_norms.new_empty(self.capacity, self._num_anchors)
+
+    def keep(self, ids: Tensor) -> None:
+        """Form and keep the rows of some ids, at most `capacity`, each once, where they are not kept already."""
+        assert self._kept is not None, "no memory reserved"
+        is_missing = self._slot_of[ids] < 0
+        missing = ids[is_missing]
+        if self._num_kept + len(missing) > self.capacity:
+            self._keep_only(ids[~is_missing])
+        if len(missing):
+            start, self._num_kept = self._num_kept, self._num_kept + len(missing)
+            self.form(missing, self._kept[start : self._num_kept])
+            self._slot_of[missing] = torch.arange(start, self._num_kept, device=ids.device)
+
     def take(self, ids: Tensor) -> "TakenRows":
-        """Rows of some ids, formed where they are not kept already.
+        """Rows of some ids, without a look at the host.
 
         Args:
-            ids: Ids, each once, of shape `(num_ids,)`, on the embeddings' device. More than `capacity` are formed in
-                pieces, again at every use.
+            ids: On the embeddings' device, of shape `(num_ids,)` or, for each row of a batch its own,
+                `(batch_size, num_ids)`. Their rows must be kept (see `keep`): others hold anything.
+                More than `capacity`, of the first shape, are formed in pieces at every use.
         """
-        if len(ids) > self.capacity:
+        if ids.numel() > self.capacity:
             return TakenRows(self, ids, None)
-        with _FORMING:
-            if self._kept is None:
-                self._kept = self._anchor_inverse_norms.new_empty(self.capacity, self._num_anchors)
-            is_missing = self._slot_of[ids] < 0
-            missing = ids[is_missing]
-            if self._num_kept + len(missing) > self.capacity:
-                self._keep_only(ids[~is_missing])
-            if len(missing):
-                start, self._num_kept = self._num_kept, self._num_kept + len(missing)
-                self.form(missing, self._kept[start : self._num_kept])
-                self._slot_of[missing] = torch.arange(start, self._num_kept, device=ids.device)
-            return TakenRows(self, ids, self._kept[self._slot_of[ids]])
+        assert self._kept is not None
+        return TakenRows(self, ids, self._kept[self._slot_of[ids].clamp_min(0)])
 
     def _keep_only(self, ids: Tensor) -> None:
         assert self._kept is not None
@@ -93,28 +106,26 @@ class RelativeRows:
         if out is None:
             out = self._anchor_inverse_norms.new_empty(len(ids), self._num_anchors)
         num_scratch = max(1, _SCRATCH_BYTES // (4 * len(self._axes)))
-        num_block = max(1, _BLOCK_BYTES // (4 * self._num_anchors))
+        num_block = max(1, (_CUDA_BLOCK_BYTES if ids.is_cuda else _BLOCK_BYTES) // (4 * self._num_anchors))
         for part, rows in zip(ids.split(num_scratch), out.split(num_scratch), strict=True):
             products = _products(self._embeddings[part], self._axes)
-            if self._columns is None:
-                rows.copy_(products)
-            else:
-                torch.index_select(products, 1, self._columns, out=rows)
-            for few_ids, few in zip(part.split(num_block), rows.split(num_block), strict=True):
+            blocks = zip(part.split(num_block), products.split(num_block), rows.split(num_block), strict=True)
+            for few_ids, few, into in blocks:
+                if self._columns is not None:
+                    few = few.index_select(1, self._columns)
                 few.mul_(self._anchor_inverse_norms)
                 if self._sharpness is None:
-                    scale = self._inverse_norms[few_ids, None]
+                    few.mul_(self._inverse_norms[few_ids, None])
                 else:
-                    scale = self._sharpness / torch.linalg.vector_norm(few, dim=-1, keepdim=True).clamp_min(_TINY)
-                torch.addcmul(-few.amax(-1, keepdim=True) * scale, few, scale, out=few)
-                few.exp_().div_(few.sum(-1, keepdim=True))
+                    lengths = torch.linalg.vector_norm(few, dim=-1, keepdim=True)
+                    few.mul_(self._sharpness / lengths.clamp_min_(_TINY))
+                torch.softmax(few, -1, out=into)
         return out
 
     def forget(self) -> None:
         """Give the memory of the kept rows back."""
-        with _FORMING:
-            self._slot_of.fill_(-1)
-            self._num_kept, self._kept = 0, None
+        self._slot_of.fill_(-1)
+        self._num_kept, self._kept = 0, None
 
 
 class TakenRows:
@@ -128,6 +139,8 @@ class TakenRows:
     def combine(self, probs: Tensor) -> Tensor:
         """Sum the rows weighted by `probs`, of shape `(batch_size, num_ids)`: `(batch_size, num_anchors)`."""
         weights = probs.to(self._ids.device)
+        if self._held is not None and self._ids.ndim == 2:
+            return (weights[:, None] @ self._held)[:, 0].to(probs.device)
         total = torch.zeros((), device=weights.device)
         for part, rows in self._blocks():
             total = total + weights[:, part] @ rows
@@ -136,6 +149,8 @@ class TakenRows:
     def compare(self, weights: Tensor) -> Tensor:
         """Products of every row with `weights`, of shape `(batch_size, num_anchors)`: `(batch_size, num_ids)`."""
         moved = weights.to(self._ids.device)
+        if self._held is not None and self._ids.ndim == 2:
+            return (self._held @ moved[..., None])[..., 0].to(weights.device)
         return torch.cat([moved @ rows.T for _, rows in self._blocks()], dim=-1).to(weights.device)
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
