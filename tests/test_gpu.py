@@ -122,3 +122,14 @@ def test_captured_deepen_is_shared_by_threads_with_streams_of_their_own(monkeypa
             for step, logprobs in found.items():
                 torch.testing.assert_close(logprobs, expected[step], atol=1e-5, rtol=1e-5)
     assert captured._captured_fuse._graphs
+
+
+@pytest.mark.parametrize("num_keys", [5, 304, 307])
+@pytest.mark.parametrize("copies_anchors", [True, False])
+def test_half_precision_rows_of_deepen_are_those_of_float32(num_keys, copies_anchors, monkeypatch):
+    monkeypatch.setattr(relative, "_COPY_BYTES", 2**20 * copies_anchors)
+    embeddings = torch.randn(num_keys, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+    anchors, ids = torch.arange(num_keys - 1, device="cuda"), torch.tensor([4, 0, 3], device="cuda")
+    half = relative.RelativeRows(embeddings, anchors, 100.0).form(ids)
+    full = relative.RelativeRows(embeddings.cpu().float(), anchors.cpu(), 100.0).form(ids.cpu())
+    torch.testing.assert_close(half.cpu(), full, atol=1e-6, rtol=1e-3)

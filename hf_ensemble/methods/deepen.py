@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import DeepenConfig
+from ..cuda_graphs import Captured
 from ..errors import ConfigurationError, VocabularyError
 from ..mixing import log_normalizer, merge_duplicates, put_eos, top_entries
 from ..vocabulary.anchors import AnchorTokens
@@ -16,7 +17,6 @@ from ..vocabulary.context import Resync
 from ..vocabulary.relative import RelativeRows, TakenRows, inverse_norms
 from ..vocabulary.union import UnionVocabulary
 from .base import Mixed, TokenMethod
-from .captured import Captured
 
 _SHARPNESS = 100.0
 _BETAS = (0.9, 0.999)
@@ -66,6 +66,7 @@ class Deepen(TokenMethod):
         config: DeepenConfig,
     ):
         super().__init__(union, eos_ids, device)
+        self.device = self.maps[0].mask.device  # with its number
         self.config = config
         self.anchors = AnchorTokens(union, config.num_anchors, config.anchor_seed)
         self._embeddings = list(embeddings)
@@ -131,7 +132,7 @@ class Deepen(TokenMethod):
         self._captured_fuse = Captured(self._fuse, can_capture)
 
     def _devices(self) -> set[torch.device]:
-        return {self.device, *(module.weight.device for module in self._embeddings)}  # type: ignore[misc]
+        return {self.device, *(module.weight.device for module in self._embeddings)}  # type: ignore[arg-type]
 
     def _state_of_embeddings(self) -> list[tuple[int, int]]:
         """What changes when somebody moves or trains the embeddings."""
@@ -181,11 +182,13 @@ class Deepen(TokenMethod):
         if ids.numel() > rows.capacity:
             return
         rows.reserve()
-        if num_missing:
-            if ids.ndim == 2:
-                ids = ids[is_asked].flatten()
-                ids = ids.unique() if len(is_asked) > 1 else ids
-            rows.keep(ids.to(rows.device))
+        if not num_missing:
+            return
+        if ids.ndim == 2 and len(ids) == 1:
+            rows.keep(ids[0].to(rows.device), num_missing)
+        else:  # rows of a batch share ids
+            ids = (ids if ids.ndim == 1 else ids[is_asked].unique()).to(rows.device)
+            rows.keep(ids, int(rows.is_missing(ids).sum()))
 
     def _masked_all(self, logits: Sequence[Tensor | None]) -> dict[int, Tensor]:
         return {index: self.masked(one, index) for index, one in enumerate(logits) if one is not None}
@@ -227,7 +230,9 @@ class Deepen(TokenMethod):
             normalizers[:, index] = log_normalizer(member_logits)
         fused = masked[0]
         if is_fused is not None:
-            taking_part = {index: (masked[index], own) for index, own in zip(masked, ids, strict=True)}
+            taking_part = {
+                index: (masked[index], own) for index, own in zip(masked, ids, strict=True) if own is not None
+            }
             fused = torch.where(is_fused[:, None], self._searched(taking_part, weights), fused)
         return self._pooled(fused, primary), normalizers
 

@@ -17,10 +17,11 @@ _SCRATCH_BYTES = 320 * 2**20
 _BLOCK_BYTES = 24 * 2**20
 """Size of the pieces in which rows are normalised on a CPU."""
 
-_CUDA_BLOCK_BYTES = 112 * 2**20
+_CUDA_BLOCK_BYTES = 224 * 2**20
 """The same on a GPU, where small pieces leave it idle."""
 
 _CONVERTED_ROWS = 16384
+_ALIGNMENT = 8
 _TINY = 1e-30
 _HAS_OUT_DTYPE = torch.__version__ >= "2.8"
 
@@ -68,15 +69,15 @@ class RelativeRows:
         if self._kept is None:
             self._kept = self._anchor_inverse_norms.new_empty(self.capacity, self._num_anchors)
 
-    def keep(self, ids: Tensor) -> None:
-        """Form and keep the rows of some ids, at most `capacity`, each once, where they are not kept already."""
+    def keep(self, ids: Tensor, num_missing: int) -> None:
+        """Form and keep the rows of some ids, at most `capacity`, each once, of which `num_missing` are not kept yet."""
         assert self._kept is not None, "no memory reserved"
-        is_missing = self._slot_of[ids] < 0
-        missing = ids[is_missing]
-        if self._num_kept + len(missing) > self.capacity:
-            self._keep_only(ids[~is_missing])
-        if len(missing):
-            start, self._num_kept = self._num_kept, self._num_kept + len(missing)
+        # Those without a slot first. Masks would make the host wait for the device.
+        missing, others = ids[self._slot_of[ids].argsort()].tensor_split([num_missing])
+        if self._num_kept + num_missing > self.capacity:
+            self._keep_only(others)
+        if num_missing:
+            start, self._num_kept = self._num_kept, self._num_kept + num_missing
             self.form(missing, self._kept[start : self._num_kept])
             self._slot_of[missing] = torch.arange(start, self._num_kept, device=ids.device)
 
@@ -91,7 +92,8 @@ class RelativeRows:
         if ids.numel() > self.capacity:
             return TakenRows(self, ids, None)
         assert self._kept is not None
-        return TakenRows(self, ids, self._kept[self._slot_of[ids].clamp_min(0)])
+        held = self._kept.index_select(0, self._slot_of[ids].clamp_min(0).flatten())
+        return TakenRows(self, ids, held.view(*ids.shape, -1))
 
     def _keep_only(self, ids: Tensor) -> None:
         assert self._kept is not None
@@ -174,7 +176,13 @@ def _products(queries: Tensor, keys: Tensor) -> Tensor:
     if queries.dtype == torch.float32:
         return queries @ keys.T
     if queries.is_cuda and _HAS_OUT_DTYPE:
-        return torch.mm(queries, keys.T, out_dtype=torch.float32)
+        # An odd number of keys, or rows that start at odd places, would make it several times slower.
+        cut = len(keys) - len(keys) % _ALIGNMENT
+        padded = queries.new_empty(len(queries), cut + _ALIGNMENT, dtype=torch.float32)
+        for some in (slice(cut), slice(cut, len(keys))):
+            if len(keys[some]):
+                torch.mm(queries, keys[some].T, out_dtype=torch.float32, out=padded[:, some])
+        return padded[:, : len(keys)]
     # No kernel does that here; the keys are converted in pieces, to keep the memory small.
     queries = queries.float()
     return torch.cat([queries @ block.float().T for block in keys.split(_CONVERTED_ROWS)], dim=-1)
