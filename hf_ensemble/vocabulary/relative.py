@@ -176,12 +176,13 @@ def _products(queries: Tensor, keys: Tensor) -> Tensor:
     if queries.dtype == torch.float32:
         return queries @ keys.T
     if queries.is_cuda and _HAS_OUT_DTYPE:
-        # An odd number of keys, or rows that start at odd places, would make it several times slower.
         cut = len(keys) - len(keys) % _ALIGNMENT
+        if cut in (0, len(keys)):
+            return torch.mm(queries, keys.T, out_dtype=torch.float32)
+        # An odd number of keys, or rows that start at odd places, would make it several times slower.
         padded = queries.new_empty(len(queries), cut + _ALIGNMENT, dtype=torch.float32)
         for some in (slice(cut), slice(cut, len(keys))):
-            if len(keys[some]):
-                torch.mm(queries, keys[some].T, out_dtype=torch.float32, out=padded[:, some])
+            torch.mm(queries, keys[some].T, out_dtype=torch.float32, out=padded[:, some])
         return padded[:, : len(keys)]
     # No kernel does that here; the keys are converted in pieces, to keep the memory small.
     queries = queries.float()
