@@ -1,10 +1,13 @@
 """The same texts on a GPU as on the CPU, with members together or apart, captured or not."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from hf_ensemble import EnsembleForCausalLM
+from hf_ensemble import DeepenConfig, EnsembleForCausalLM
 from hf_ensemble.methods.captured import CapturedMix
+from hf_ensemble.vocabulary import relative
 from tests import tiny
 
 pytestmark = [
@@ -29,7 +32,7 @@ def generate(ensemble, **options):
 
 
 @pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
-@pytest.mark.parametrize("method", ["gac", "unite"])
+@pytest.mark.parametrize("method", ["gac", "unite", DeepenConfig(support=16)], ids=str)
 def test_text_is_the_same_on_every_placement(method, devices):
     expected = make(method, ("cpu", "cpu"))
     found = make(method, devices)
@@ -49,4 +52,84 @@ def test_captured_mixing_equals_uncaptured_with_ties_and_changing_inputs(method)
         found, expected = captured(logits, weights), plain.mix(logits, weights)
         torch.testing.assert_close(found.logprobs, expected.logprobs)
         torch.testing.assert_close(found.normalizers, expected.normalizers)
-    assert len(captured._graphs) == 1
+    assert len(captured._captured._graphs) == 1
+
+
+def deepen_on_gpu(**options):
+    """The same method twice, with and without graphs, and logits of a step."""
+    ensemble = make(DeepenConfig(**options), ("cuda", "cuda"))
+    eos_ids = list(ensemble._members[0].eos_token_ids)
+    captured = ensemble._method(ensemble.config.method, eos_ids)
+    ensemble._methods.clear()
+    plain = ensemble._method(ensemble.config.method, eos_ids)
+    plain._drop_graphs = lambda: None
+    plain._captured_look, plain._captured_fuse = plain._look, plain._fuse
+
+    def logits(step, batch_size):
+        generator = torch.Generator("cuda").manual_seed(step)
+        sizes = [member.config.vocab_size for member in ensemble.members]
+        rows = [3 * torch.randn(batch_size, size, generator=generator, device="cuda") for size in sizes]
+        rows[0][step % batch_size, eos_ids[0]] += 30.0 * (step % 2)
+        return rows
+
+    return captured, plain, logits
+
+
+@pytest.mark.parametrize("variant", ["released", "paper"])
+@pytest.mark.parametrize("num_rows", [35, 70, 1000])
+def test_captured_deepen_equals_uncaptured_in_batches_and_across_evictions(variant, num_rows, monkeypatch):
+    row = 4 * deepen_on_gpu()[0]._num_anchors
+    monkeypatch.setattr(relative, "_CACHE_BYTES", num_rows * row)
+    captured, plain, logits_of = deepen_on_gpu(variant=variant, support=16)
+    assert captured._rows_at_once == num_rows // 16 or num_rows == 1000
+    weights = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.3, 0.7]], device="cuda")
+    for step in range(24):
+        logits = logits_of(step // 2, len(weights))
+        if step % 5 == 0:
+            logits[1][1] = torch.nan
+        found, expected = captured.mix(logits, weights), plain.mix(logits, weights)
+        torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.normalizers, expected.normalizers, equal_nan=True)
+        for at in range(len(weights)):
+            alone = captured.mix([one[[at]] for one in logits], weights[[at]])
+            torch.testing.assert_close(alone.logprobs[0], expected.logprobs[at], atol=1e-4, rtol=1e-4)
+        only = captured.mix([logits[0], None], weights), plain.mix([logits[0], None], weights)
+        torch.testing.assert_close(only[0].logprobs, only[1].logprobs, atol=1e-5, rtol=1e-5)
+        if step == 12:
+            captured.forget()
+            assert not captured._captured_fuse._graphs
+    assert captured._captured_fuse._graphs
+    assert captured._captured_fuse._can_capture
+
+
+def test_captured_deepen_is_shared_by_threads_with_streams_of_their_own(monkeypatch):
+    row = 4 * deepen_on_gpu()[0]._num_anchors
+    monkeypatch.setattr(relative, "_CACHE_BYTES", 20 * row)
+    captured, plain, logits_of = deepen_on_gpu(support=16)
+    weights = torch.tensor([[0.5, 0.5]], device="cuda")
+    expected = [plain.mix(logits_of(2 * step, 1), weights).logprobs for step in range(40)]
+    torch.cuda.synchronize()
+
+    def run(start):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            steps = [*range(start, 40), *range(start)]
+            found = {step: captured.mix(logits_of(2 * step, 1), weights).logprobs for step in steps}
+            torch.cuda.current_stream().synchronize()
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(run, (0, 10, 20, 30)):
+            for step, logprobs in found.items():
+                torch.testing.assert_close(logprobs, expected[step], atol=1e-5, rtol=1e-5)
+    assert captured._captured_fuse._graphs
+
+
+@pytest.mark.parametrize("num_keys", [5, 304, 307])
+@pytest.mark.parametrize("copies_anchors", [True, False])
+def test_half_precision_rows_of_deepen_are_those_of_float32(num_keys, copies_anchors, monkeypatch):
+    monkeypatch.setattr(relative, "_COPY_BYTES", 2**20 * copies_anchors)
+    embeddings = torch.randn(num_keys, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+    anchors, ids = torch.arange(num_keys - 1, device="cuda"), torch.tensor([4, 0, 3], device="cuda")
+    half = relative.RelativeRows(embeddings, anchors, 100.0).form(ids)
+    full = relative.RelativeRows(embeddings.cpu().float(), anchors.cpu(), 100.0).form(ids.cpu())
+    torch.testing.assert_close(half.cpu(), full, atol=1e-6, rtol=1e-3)

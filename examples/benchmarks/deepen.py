@@ -6,7 +6,8 @@
 The first prints a fused step of each method, by turns in one process, then how far DeePEn's distribution is from that
 without a bound on the support, and, for two members with one vocabulary (a model, and itself without its last two
 layers), from the plain average. The second needs no model: logits and embeddings are random, on a GPU if there is one;
-`new` is a step in which no row of the support is kept from before (the worst case), `kept` one in which all are.
+`new` is a step in which no row of the support is kept from before (the worst case), `half` one whose support has one
+half of its ids from the step before and the other half never seen, `kept` one in which all rows are kept.
 Distances are total variation: half the sum of absolute differences.
 """
 
@@ -195,6 +196,15 @@ def time_mixing(folders: list[str], width: int, dtype: torch.dtype, device: torc
     def new_logits() -> list[torch.Tensor]:
         return [3 * torch.randn(1, size, generator=generator, device=device) for size in sizes]
 
+    orders = [torch.randperm(size, generator=generator, device=device) for size in sizes]
+
+    def half_new_logits(at: int) -> list[torch.Tensor]:
+        """The best ids are a window over a random order of the vocabulary, which moves by half its length."""
+        rows, half = new_logits(), DeepenConfig().support // 2
+        for logits, order in zip(rows, orders, strict=True):
+            logits[:, order.roll(-at * half)[: 2 * half]] += 30
+        return rows
+
     def step(mix, logits) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -216,10 +226,11 @@ def time_mixing(folders: list[str], width: int, dtype: torch.dtype, device: torc
         method = Gac(union, eos_ids, device) if is_gac else Deepen(union, eos_ids, device, embeddings, config)
         mix = CapturedMix(method)
         new = [step(mix, new_logits()) for _ in range(repeats)][5:]
+        half = [step(mix, half_new_logits(at)) for at in range(repeats)][5:]
         same = new_logits()
         kept = [step(mix, same) for _ in range(repeats)][5:]
         gac = gac or statistics.median(new)
-        for rows, values in (("new", new), ("kept", kept))[: 1 if is_gac else 2]:
+        for rows, values in (("new", new), ("half", half), ("kept", kept))[: 1 if is_gac else 3]:
             above = 1e3 * (statistics.median(values) - gac)
             print(f"| {name} | {rows} | {quartiles(values)} | {above:.1f} | {peak.mib():.0f} |", flush=True)
         del method, mix

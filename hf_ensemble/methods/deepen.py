@@ -1,12 +1,15 @@
 """DeePEn: mixing in a space of similarities to anchor tokens, and searching the way back to the primary's tokens."""
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ..config import DeepenConfig
+from ..cuda_graphs import Captured
 from ..errors import ConfigurationError, VocabularyError
 from ..mixing import log_normalizer, merge_duplicates, put_eos, top_entries
 from ..vocabulary.anchors import AnchorTokens
@@ -21,6 +24,9 @@ _EPS = 1e-8
 _WEIGHT_DECAY = 0.01
 _ANNEALING_STEPS = 10
 _TINY = 1e-30
+
+_HELD_BYTES = 256 * 2**20
+"""Most memory of the rows of one member that a part of a batch works with, unless one row of the batch needs more."""
 
 
 class Deepen(TokenMethod):
@@ -60,36 +66,33 @@ class Deepen(TokenMethod):
         config: DeepenConfig,
     ):
         super().__init__(union, eos_ids, device)
+        self.device = self.maps[0].mask.device  # with its number
         self.config = config
         self.anchors = AnchorTokens(union, config.num_anchors, config.anchor_seed)
         self._embeddings = list(embeddings)
         self._state = self._state_of_embeddings()
-        self._build_rows()
+        with _turns.take(self._devices()):
+            self._build_rows()
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""
-        primary = logits[0]
-        assert primary is not None
-        if (state := self._state_of_embeddings()) != self._state:
-            self._state = state
-            self._build_rows()
-        normalizers = primary.new_zeros(primary.shape[0], len(logits))
-        taking_part: dict[int, Tensor] = {}
-        for index, member_logits in enumerate(logits):
-            if member_logits is not None:
-                taking_part[index] = self.masked(member_logits, index)
-                normalizers[:, index] = log_normalizer(taking_part[index])
-        fused = taking_part[0]
-        rows = self._rows_to_fuse(taking_part, weights).nonzero()[:, 0]
-        for some in rows.split(self._rows_at_once or max(1, len(rows))):
-            part = {index: member_logits[some] for index, member_logits in taking_part.items()}
-            fused = fused.index_copy(0, some, self._fuse(part, weights[some]))
-        return Mixed(self._pooled(fused, primary), normalizers)
+        with _turns.take(self._devices()):
+            if (state := self._state_of_embeddings()) != self._state:
+                self._state = state
+                self._build_rows()
+            parts = [
+                self._mix_part([None if one is None else one[some] for one in logits], weights[some])
+                for some in _slices(len(weights), self._rows_at_once)
+            ]
+        logprobs, normalizers = zip(*parts, strict=True)
+        return Mixed(torch.cat(logprobs), torch.cat(normalizers))
 
     def forget(self) -> None:
         """Give the memory of the kept rows back; they are formed again when needed."""
-        for rows in self._rows:
-            rows.forget()
+        with _turns.take(self._devices()):
+            for rows in self._rows:
+                rows.forget()
+            self._drop_graphs()
 
     def _build_rows(self) -> None:
         """Prepare every member's rows. Embeddings of zeros are masked, and no anchors."""
@@ -107,19 +110,96 @@ class Deepen(TokenMethod):
         ]
         self._dead_ids = [dead.nonzero()[:, 0].to(self.device) for dead in is_dead]
         self._num_anchors = int(lives.sum())
+        # Of each member how many ids of each row of a batch; None for all ids, which the rows of a batch share.
         support = self.config.support
-        # As many rows of a batch as their supports' rows surely fit; with all ids, one pass serves the whole batch.
-        self._rows_at_once = max(1, min(rows.capacity for rows in self._rows) // support) if support else None
+        self._sizes = [support if support and support < len(weight) else None for weight in weights]
+        limits = [
+            min(rows.capacity, _HELD_BYTES // (4 * self._num_anchors)) // size
+            for rows, size in zip(self._rows, self._sizes, strict=True)
+            if size
+        ]
+        # On a CPU one by one, so that a row that is not fused costs nothing.
+        self._rows_at_once = None if not limits else 1 if self.device.type == "cpu" else max(1, min(limits))
+        self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        """Forget the captured graphs, which read the memory of the kept rows."""
+        can_capture = all(
+            rows.device == self.device and (size or len(maps.mask)) <= rows.capacity
+            for rows, size, maps in zip(self._rows, self._sizes, self.maps, strict=True)
+        )
+        self._captured_look = Captured(self._look, can_capture)
+        self._captured_fuse = Captured(self._fuse, can_capture)
+
+    def _devices(self) -> set[torch.device]:
+        return {self.device, *(module.weight.device for module in self._embeddings)}  # type: ignore[arg-type]
 
     def _state_of_embeddings(self) -> list[tuple[int, int]]:
         """What changes when somebody moves or trains the embeddings."""
         weights = [module.weight for module in self._embeddings]
         return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]  # type: ignore[operator]
 
+    def _mix_part(self, logits: Sequence[Tensor | None], weights: Tensor) -> tuple[Tensor, ...]:
+        """Fuse rows of a batch whose supports fit the kept rows: log-probabilities and normalizers."""
+        counts, is_asked, *ids = self._captured_look(*logits, weights)
+        num_fused, *num_missing = counts.tolist()
+        if not num_fused:
+            return self._fuse(*logits, None, weights)
+        taking_part = [index for index, one in enumerate(logits) if one is not None]
+        for index, own_ids, num in zip(taking_part, ids, num_missing, strict=True):
+            self._keep(index, own_ids, is_asked[:, index], num)
+        return self._captured_fuse(*logits, is_asked[:, 0], weights, *ids)
+
+    def _look(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
+        """Find what a step needs, from `(*logits, weights)`.
+
+        Returns:
+            How many rows of the batch are fused, and how many ids of each member that takes part have no kept row; for
+            which members each row needs similarities, of shape `(batch_size, num_members)`; the ids of each member that
+            takes part, of shape `(batch_size, num_ids)`, or `(vocab_size,)` for all.
+        """
+        *logits, weights = arguments
+        assert weights is not None
+        masked = self._masked_all(logits)
+        is_fused = self._rows_to_fuse(masked, weights)
+        is_asked = is_fused[:, None] & (weights > 0)
+        is_asked[:, 0] = is_fused
+        counts, ids = [is_fused.sum()], []
+        for index, member_logits in masked.items():
+            rows, size = self._rows[index], self._sizes[index]
+            if size is None:
+                own = torch.arange(member_logits.shape[-1], device=self.device)
+            else:
+                own = top_entries(self._alive(member_logits, index), size)[1]
+            is_missing = rows.is_missing(own.to(rows.device)).to(self.device)
+            counts.append((is_missing & is_asked[:, index, None]).sum())
+            ids.append(own)
+        return torch.stack(counts), is_asked, *ids
+
+    def _keep(self, index: int, ids: Tensor, is_asked: Tensor, num_missing: int) -> None:
+        """Form the rows of some ids that one member lacks, unless they are so many that they are formed at each use."""
+        rows = self._rows[index]
+        if ids.numel() > rows.capacity:
+            return
+        rows.reserve()
+        if not num_missing:
+            return
+        if ids.ndim == 2 and len(ids) == 1:
+            rows.keep(ids[0].to(rows.device), num_missing)
+        else:  # rows of a batch share ids
+            ids = (ids if ids.ndim == 1 else ids[is_asked].unique()).to(rows.device)
+            rows.keep(ids, int(rows.is_missing(ids).sum()))
+
+    def _masked_all(self, logits: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        return {index: self.masked(one, index) for index, one in enumerate(logits) if one is not None}
+
+    def _alive(self, masked: Tensor, index: int) -> Tensor:
+        return masked.index_fill(-1, self._dead_ids[index], -torch.inf)
+
     def _rows_to_fuse(self, logits: dict[int, Tensor], weights: Tensor) -> Tensor:
         """Which rows of a batch are fused, of shape `(batch_size,)`."""
         is_fused = (weights[:, 1:] > 0).any(-1)
-        is_fused &= ~torch.isin(logits[0].argmax(-1), self.maps[0].eos_ids)
+        is_fused &= ~(logits[0].argmax(-1, keepdim=True) == self.maps[0].eos_ids).any(-1)
         if self.config.skip_on_agreement:
             best = {
                 index: self.maps[index].to_union[merge_duplicates(one, self.maps[index].duplicates).argmax(-1)]
@@ -129,12 +209,45 @@ class Deepen(TokenMethod):
             is_fused &= ~torch.stack(agrees).all(0)
         return is_fused
 
-    def _fuse(self, logits: dict[int, Tensor], weights: Tensor) -> Tensor:
-        """Fuse rows that are to be fused: the primary's logits after the search, `-inf` for ids that take no part."""
+    def _fuse(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
+        """Fuse a step, from `(*logits, is_fused, weights, *ids)`.
+
+        Rows that are not fused are the primary's own; so are all if `is_fused` is None, and then no ids are needed.
+
+        Returns:
+            Log-probabilities and normalizers, as in `Mixed`.
+        """
+        num_members = len(self.maps)
+        logits, (is_fused, weights), ids = (
+            arguments[:num_members], arguments[num_members : num_members + 2], arguments[num_members + 2 :],
+        )  # fmt: skip
+        primary = logits[0]
+        assert primary is not None
+        assert weights is not None
+        masked = self._masked_all(logits)
+        normalizers = primary.new_zeros(len(weights), num_members)
+        for index, member_logits in masked.items():
+            normalizers[:, index] = log_normalizer(member_logits)
+        fused = masked[0]
+        if is_fused is not None:
+            taking_part = {
+                index: (masked[index], own) for index, own in zip(masked, ids, strict=True) if own is not None
+            }
+            fused = torch.where(is_fused[:, None], self._searched(taking_part, weights), fused)
+        return self._pooled(fused, primary), normalizers
+
+    def _searched(self, taking_part: dict[int, tuple[Tensor, Tensor]], weights: Tensor) -> Tensor:
+        """The primary's logits after the search, `-inf` for ids that take no part.
+
+        Args:
+            taking_part: For members that take part their logits and the ids of their support.
+            weights: Of shape `(batch_size, num_members)`.
+        """
         target = weights.new_zeros(weights.shape[0], self._num_anchors)
-        for index in reversed(logits):  # the primary last: its rows are needed on
-            alive = logits[index].index_fill(-1, self._dead_ids[index], -torch.inf)
-            support = _Support(alive, self._rows[index], self.config.support)
+        for index in reversed(taking_part):  # the primary last: its rows are needed on
+            masked, ids = taking_part[index]
+            alive = self._alive(masked, index)
+            support = _Support(alive, self._rows[index], ids)
             relative = support.combine(support.logits.softmax(-1))
             weight = weights[:, index, None]
             # A member that sits out a row may have no number there.
@@ -187,7 +300,7 @@ class Deepen(TokenMethod):
         maps = self.maps[0]
         probs = merge_duplicates(logits, maps.duplicates).softmax(-1)
         if len(maps.eos_ids) > 1:
-            put_eos(probs, probs[:, maps.eos_ids[0]].clone(), primary, maps.eos_ids)
+            put_eos(probs, probs.index_select(1, maps.eos_ids[:1])[:, 0], primary, maps.eos_ids)
         return probs.log_()
 
 
@@ -198,32 +311,54 @@ class _Support:
         logits: Of shape `(batch_size, num_ids)`.
     """
 
-    def __init__(self, logits: Tensor, rows: RelativeRows, size: int | None):
-        vocab_size = logits.shape[-1]
-        self._ids: Tensor | None = None
-        if size is None or size >= vocab_size:
-            self.logits = logits
-            taken = torch.arange(vocab_size, device=logits.device)
-        else:
-            self.logits, self._ids = top_entries(logits, size)
-            taken, self._place = self._ids.unique(return_inverse=True)
-        self._num_taken = len(taken)
-        self._taken: TakenRows = rows.take(taken.to(rows.device))
+    def __init__(self, logits: Tensor, rows: RelativeRows, ids: Tensor):
+        self._ids = ids
+        self.logits = logits if ids.ndim == 1 else logits.gather(1, ids)
+        shared = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
+        self._taken: TakenRows = rows.take(shared.to(rows.device))
 
     def combine(self, probs: Tensor) -> Tensor:
         """`p R`: from `(batch_size, num_ids)` to `(batch_size, num_anchors)`."""
-        if self._ids is not None:
-            probs = probs.new_zeros(probs.shape[0], self._num_taken).scatter_(1, self._place, probs)
         return self._taken.combine(probs)
 
     def compare(self, weights: Tensor) -> Tensor:
         """`R x`: from `(batch_size, num_anchors)` to `(batch_size, num_ids)`."""
-        products = self._taken.compare(weights)
-        return products if self._ids is None else products.gather(1, self._place)
+        return self._taken.compare(weights)
 
     def put(self, values: Tensor, into: Tensor) -> Tensor:
         """Write values of shape `(batch_size, num_ids)` at their ids into `(batch_size, vocab_size)`, in place."""
-        return values if self._ids is None else into.scatter_(1, self._ids, values)
+        return values if self._ids.ndim == 1 else into.scatter_(1, self._ids, values)
+
+
+class _Turns:
+    """Lets one step at a time form and read kept rows: on the host, and on the GPU where streams differ."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: dict[torch.device, torch.cuda.Event] = {}
+
+    @contextmanager
+    def take(self, devices: set[torch.device]) -> Iterator[None]:
+        with self._lock:
+            streams = {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"}
+            for device, stream in streams.items():
+                if device in self._last:
+                    stream.wait_event(self._last[device])
+            try:
+                # Buffers live longer than a call, so they must not be tied to its inference mode.
+                with torch.inference_mode(False), torch.no_grad():
+                    yield
+            finally:
+                for device, stream in streams.items():
+                    self._last[device] = stream.record_event()
+
+
+_turns = _Turns()
+
+
+def _slices(length: int, size: int | None) -> list[slice]:
+    size = size or max(1, length)
+    return [slice(start, start + size) for start in range(0, length, size)]
 
 
 def _checked_weight(module: nn.Module, member: int, vocab_size: int) -> Tensor:

@@ -1,6 +1,5 @@
 """Relative representations: a token as its similarities to the anchors, formed for the tokens that are asked for."""
 
-import threading
 from collections.abc import Iterator
 
 import torch
@@ -16,12 +15,15 @@ _SCRATCH_BYTES = 320 * 2**20
 """Most memory of the products from which rows are formed."""
 
 _BLOCK_BYTES = 24 * 2**20
-"""Size of the pieces in which rows are normalised: they stay in a GPU's cache over the passes."""
+"""Size of the pieces in which rows are normalised on a CPU."""
+
+_CUDA_BLOCK_BYTES = 224 * 2**20
+"""The same on a GPU, where small pieces leave it idle."""
 
 _CONVERTED_ROWS = 16384
+_ALIGNMENT = 8
 _TINY = 1e-30
 _HAS_OUT_DTYPE = torch.__version__ >= "2.8"
-_FORMING = threading.Lock()
 
 
 class RelativeRows:
@@ -29,8 +31,8 @@ class RelativeRows:
 
     A row is the softmax over the anchors of the cosine similarities between a token's embedding and the anchors'. Rows
     are formed and kept, in float32, where the embeddings are; when no more fit, those not asked for just then are
-    forgotten. Rows of tokens
-    without an embedding (all zeros) are uniform.
+    forgotten. Rows of tokens without an embedding (all zeros) are uniform. Not for several threads or CUDA streams at
+    the same time.
 
     Args:
         embeddings: Of shape `(vocab_size, hidden_size)`; not copied.
@@ -58,27 +60,40 @@ class RelativeRows:
         self._num_kept = 0
         self._kept: Tensor | None = None
 
+    def is_missing(self, ids: Tensor) -> Tensor:
+        """Which of some ids have no kept row; ids of any shape, on the embeddings' device."""
+        return self._slot_of[ids] < 0
+
+    def reserve(self) -> None:
+        """Get the memory for kept rows, which stays the same until it is given back."""
+        if self._kept is None:
+            self._kept = self._anchor_inverse_norms.new_empty(self.capacity, self._num_anchors)
+
+    def keep(self, ids: Tensor, num_missing: int) -> None:
+        """Form and keep the rows of some ids, at most `capacity`, each once, of which `num_missing` are not kept yet."""
+        assert self._kept is not None, "no memory reserved"
+        # Those without a slot first. Masks would make the host wait for the device.
+        missing, others = ids[self._slot_of[ids].argsort()].tensor_split([num_missing])
+        if self._num_kept + num_missing > self.capacity:
+            self._keep_only(others)
+        if num_missing:
+            start, self._num_kept = self._num_kept, self._num_kept + num_missing
+            self.form(missing, self._kept[start : self._num_kept])
+            self._slot_of[missing] = torch.arange(start, self._num_kept, device=ids.device)
+
     def take(self, ids: Tensor) -> "TakenRows":
-        """Rows of some ids, formed where they are not kept already.
+        """Rows of some ids, without a look at the host.
 
         Args:
-            ids: Ids, each once, of shape `(num_ids,)`, on the embeddings' device. More than `capacity` are formed in
-                pieces, again at every use.
+            ids: On the embeddings' device, of shape `(num_ids,)` or, for each row of a batch its own,
+                `(batch_size, num_ids)`. Their rows must be kept (see `keep`): others hold anything.
+                More than `capacity`, of the first shape, are formed in pieces at every use.
         """
-        if len(ids) > self.capacity:
+        if ids.numel() > self.capacity:
             return TakenRows(self, ids, None)
-        with _FORMING:
-            if self._kept is None:
-                self._kept = self._anchor_inverse_norms.new_empty(self.capacity, self._num_anchors)
-            is_missing = self._slot_of[ids] < 0
-            missing = ids[is_missing]
-            if self._num_kept + len(missing) > self.capacity:
-                self._keep_only(ids[~is_missing])
-            if len(missing):
-                start, self._num_kept = self._num_kept, self._num_kept + len(missing)
-                self.form(missing, self._kept[start : self._num_kept])
-                self._slot_of[missing] = torch.arange(start, self._num_kept, device=ids.device)
-            return TakenRows(self, ids, self._kept[self._slot_of[ids]])
+        assert self._kept is not None
+        held = self._kept.index_select(0, self._slot_of[ids].clamp_min(0).flatten())
+        return TakenRows(self, ids, held.view(*ids.shape, -1))
 
     def _keep_only(self, ids: Tensor) -> None:
         assert self._kept is not None
@@ -93,28 +108,26 @@ class RelativeRows:
         if out is None:
             out = self._anchor_inverse_norms.new_empty(len(ids), self._num_anchors)
         num_scratch = max(1, _SCRATCH_BYTES // (4 * len(self._axes)))
-        num_block = max(1, _BLOCK_BYTES // (4 * self._num_anchors))
+        num_block = max(1, (_CUDA_BLOCK_BYTES if ids.is_cuda else _BLOCK_BYTES) // (4 * self._num_anchors))
         for part, rows in zip(ids.split(num_scratch), out.split(num_scratch), strict=True):
             products = _products(self._embeddings[part], self._axes)
-            if self._columns is None:
-                rows.copy_(products)
-            else:
-                torch.index_select(products, 1, self._columns, out=rows)
-            for few_ids, few in zip(part.split(num_block), rows.split(num_block), strict=True):
+            blocks = zip(part.split(num_block), products.split(num_block), rows.split(num_block), strict=True)
+            for few_ids, few, into in blocks:
+                if self._columns is not None:
+                    few = few.index_select(1, self._columns)
                 few.mul_(self._anchor_inverse_norms)
                 if self._sharpness is None:
-                    scale = self._inverse_norms[few_ids, None]
+                    few.mul_(self._inverse_norms[few_ids, None])
                 else:
-                    scale = self._sharpness / torch.linalg.vector_norm(few, dim=-1, keepdim=True).clamp_min(_TINY)
-                torch.addcmul(-few.amax(-1, keepdim=True) * scale, few, scale, out=few)
-                few.exp_().div_(few.sum(-1, keepdim=True))
+                    lengths = torch.linalg.vector_norm(few, dim=-1, keepdim=True)
+                    few.mul_(self._sharpness / lengths.clamp_min_(_TINY))
+                torch.softmax(few, -1, out=into)
         return out
 
     def forget(self) -> None:
         """Give the memory of the kept rows back."""
-        with _FORMING:
-            self._slot_of.fill_(-1)
-            self._num_kept, self._kept = 0, None
+        self._slot_of.fill_(-1)
+        self._num_kept, self._kept = 0, None
 
 
 class TakenRows:
@@ -128,6 +141,8 @@ class TakenRows:
     def combine(self, probs: Tensor) -> Tensor:
         """Sum the rows weighted by `probs`, of shape `(batch_size, num_ids)`: `(batch_size, num_anchors)`."""
         weights = probs.to(self._ids.device)
+        if self._held is not None and self._ids.ndim == 2:
+            return (weights[:, None] @ self._held)[:, 0].to(probs.device)
         total = torch.zeros((), device=weights.device)
         for part, rows in self._blocks():
             total = total + weights[:, part] @ rows
@@ -136,6 +151,8 @@ class TakenRows:
     def compare(self, weights: Tensor) -> Tensor:
         """Products of every row with `weights`, of shape `(batch_size, num_anchors)`: `(batch_size, num_ids)`."""
         moved = weights.to(self._ids.device)
+        if self._held is not None and self._ids.ndim == 2:
+            return (self._held @ moved[..., None])[..., 0].to(weights.device)
         return torch.cat([moved @ rows.T for _, rows in self._blocks()], dim=-1).to(weights.device)
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -159,7 +176,14 @@ def _products(queries: Tensor, keys: Tensor) -> Tensor:
     if queries.dtype == torch.float32:
         return queries @ keys.T
     if queries.is_cuda and _HAS_OUT_DTYPE:
-        return torch.mm(queries, keys.T, out_dtype=torch.float32)
+        cut = len(keys) - len(keys) % _ALIGNMENT
+        if cut in (0, len(keys)):
+            return torch.mm(queries, keys.T, out_dtype=torch.float32)
+        # An odd number of keys, or rows that start at odd places, would make it several times slower.
+        padded = queries.new_empty(len(queries), cut + _ALIGNMENT, dtype=torch.float32)
+        for some in (slice(cut), slice(cut, len(keys))):
+            torch.mm(queries, keys[some].T, out_dtype=torch.float32, out=padded[:, some])
+        return padded[:, : len(keys)]
     # No kernel does that here; the keys are converted in pieces, to keep the memory small.
     queries = queries.float()
     return torch.cat([queries @ block.float().T for block in keys.split(_CONVERTED_ROWS)], dim=-1)

@@ -160,6 +160,11 @@ def test_a_member_that_sits_a_row_out_has_no_part_in_it(three):
     with torch.no_grad():
         without = case.method(config).mix([*case.logits[:2], None], case.weights).logprobs.exp()
     torch.testing.assert_close(without[[0, 2, 3]], found[[0, 2, 3]])
+    with_logits, without = (
+        case.method(DeepenConfig(support=20)).mix([*case.logits[:2], last], case.weights).logprobs
+        for last in (case.logits[2], None)
+    )
+    torch.testing.assert_close(with_logits, without)
 
 
 def test_where_the_primarys_best_token_is_eos_its_distribution_stands(two):
