@@ -450,6 +450,10 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 )
         return super()._apply(fn, recurse)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy makes its methods anew: they hold graphs and buffers of a device.
+        return {**self.__dict__, "_methods": {}}
+
     # Generating
 
     @torch.no_grad()

@@ -886,3 +886,10 @@ def test_two_threads_may_use_one_ensemble_at_once(ensemble):
     for thread in threads:
         thread.join()
     assert found == expected
+
+
+def test_a_copy_generates_the_same(ensemble, rows):
+    expected = run(ensemble, rows, method="gac")
+    twin = copy.deepcopy(ensemble)
+    assert_same_output(run(twin, rows, method="gac"), expected)
+    assert all(a is not b for a, b in zip(twin.members, ensemble.members, strict=True))

@@ -105,7 +105,7 @@ class ProductOfExperts(TokenMethod):
         )
         read = read.masked_fill(self._cannot[index], -torch.inf)
         if maps.eos_ids.numel():
-            return read, entries[:, maps.eos_ids[0]]
+            return read, entries.index_select(1, maps.eos_ids[:1])[:, 0]
         return read, torch.full_like(read[:, 0], -torch.inf)
 
 
