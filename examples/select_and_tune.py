@@ -15,7 +15,7 @@ from pathlib import Path
 
 from demo_models import DemoModelError, demo_model_paths
 
-from hf_ensemble import EnsembleForCausalLM, MemberConfig, select_members, tune_method, weights_from_scores
+from hf_ensemble import EnsembleForCausalLM, select_members, tune_method, weights_from_scores
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     ensemble = EnsembleForCausalLM.from_members(
         [candidates.members[i] for i in selection.indices],
         [candidates.tokenizers[i] for i in selection.indices],
-        member_configs=[MemberConfig(path=str(models[i])) for i in selection.indices],
+        member_configs=[candidates.config.members[i] for i in selection.indices],
     )
     uniform = [1 / len(selection.indices)] * len(selection.indices)
     grid = {"top_k": [5, 10], "weights": [uniform, weights_from_scores(selection.scores)]}

@@ -178,7 +178,10 @@ def measure_all(args: argparse.Namespace) -> None:
         models = [str(path) for path in demo_model_paths()]
     ensemble = EnsembleForCausalLM.from_pretrained(models, dtype=torch.float32, device_map=args.device)
     where = torch.cuda.get_device_name() if ensemble.device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    setting = {"where": where, "transformers": transformers.__version__, "torch": torch.__version__}
+    # A point is measured once with the same models, sets and machine.
+    sets_of = [str(path) for path in (*(args.short_answers or ()), *(args.reasoning or ()))]
+    same = {"models": models, "where": where, "sets": sets_of}
+    setting = {"transformers": transformers.__version__, "torch": torch.__version__}
     writers: list[tuple[dict, Writer]] = []
     for path, model, tokenizer in zip(models, ensemble.members, ensemble.tokenizers, strict=True):
         writers.append(({"member": Path(path).name}, Writer(model, tokenizer, {})))
@@ -195,10 +198,12 @@ def measure_all(args: argparse.Namespace) -> None:
     if "time" in args.measures:
         examples = sets[-1][1]
         for who, writer in writers:
-            points.append(({"measures": "time", **who}, lambda w=writer: {**time_of_a_token(w, examples), **setting}))
+            points.append(
+                ({"measures": "time", **who, **same}, lambda w=writer: {**time_of_a_token(w, examples), **setting})
+            )
     if "quality" in args.measures:
         for (kind, examples), (who, writer) in ((s, w) for s in sets for w in writers):
-            point = {"measures": kind.title, **who, "of": len(examples)}
+            point = {"measures": kind.title, **who, "of": len(examples), **same}
             points.append(
                 (point, lambda w=writer, k=kind, e=examples: {**quality(w, k, e, args.batch_size), **setting})
             )

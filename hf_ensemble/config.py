@@ -27,6 +27,16 @@ class MethodConfig:
         """The gate member's number and the threshold; None for no gate."""
         return None
 
+    @property
+    def draws_one(self) -> bool:
+        """Whether one member, drawn at random, decides each token."""
+        return False
+
+    @property
+    def cuts_off(self) -> bool:
+        """Whether implausible entries are dropped even if the primary has all the weight."""
+        return False
+
     def check_members(self, num_members: int) -> None:
         """Check the options against the number of members.
 
@@ -102,6 +112,16 @@ class GacConfig(MethodConfig):
     def takes_weights_as_given(self) -> bool:
         """Whether mixing weights may be negative and need not sum to 1."""
         return self.space == "log"
+
+    @property
+    def draws_one(self) -> bool:
+        """Whether one member, drawn at random, decides each token."""
+        return self.strategy == "mixture_sampling"
+
+    @property
+    def cuts_off(self) -> bool:
+        """Whether implausible entries are dropped even if the primary has all the weight."""
+        return self.alpha is not None
 
     @property
     def gate_rule(self) -> tuple[int, float] | None:
@@ -200,15 +220,16 @@ class DeepenConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class MinedConfig(MethodConfig):
-    """MinED: what an assistant says counts for the primary's entries that are spelled most alike. It has no options.
-
-    Raises:
-        ConfigurationError: If `rapidfuzz` is not installed.
-    """
+    """MinED: what an assistant says counts for the primary's entries that are spelled most alike. It has no options."""
 
     name: ClassVar[str] = "mined"
 
-    def __post_init__(self) -> None:
+    def check_members(self, num_members: int) -> None:
+        """Check that its maps can be built.
+
+        Raises:
+            ConfigurationError: If `rapidfuzz` is not installed.
+        """
         try:
             import rapidfuzz  # noqa: F401
         except ImportError as error:
@@ -414,8 +435,6 @@ class EnsembleConfig(PreTrainedConfig):
         self.method = method_config(self.method)
         if self.weights is not None:
             self.weights = normalize_weights(self.weights, len(self.members), self.method.takes_weights_as_given)
-        if self.members:
-            self.method.check_members(len(self.members))
         if isinstance(self.primary_config, dict):
             options = dict(self.primary_config)
             self.primary_config = AutoConfig.for_model(options.pop("model_type"), **options)

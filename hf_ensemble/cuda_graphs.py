@@ -68,7 +68,7 @@ class Captured:
                 results = self._function(*buffers)
         except RuntimeError as error:
             warnings.warn(
-                f"the mixing of a step cannot be captured as a CUDA graph ({error}): it runs uncaptured.", stacklevel=2
+                f"arithmetic of a step cannot be captured as a CUDA graph ({error}): it runs uncaptured.", stacklevel=2
             )
             self._can_capture = False
             return False

@@ -278,9 +278,9 @@ class MemberState(Generic[C]):
                 All are run the first time.
 
         Returns:
-            Logits of shape `(num_rows, vocab_size)`, those of rows that were not wanted without meaning; or, if numbers above 1 are asked for, `(num_rows, num_last,
+            Logits of shape `(num_rows, vocab_size)`, or, if numbers above 1 are asked for, `(num_rows, num_last,
             vocab_size)` with the greatest of them, on the member's device: each row's stand at the right edge, and what
-            is before them has no meaning.
+            is before them has no meaning. Nor have those of rows that were not wanted.
         """
         of_rows = [num_last] * len(self.contexts) if isinstance(num_last, int) else list(num_last)
         num_last = max(of_rows)
@@ -295,7 +295,7 @@ class MemberState(Generic[C]):
         if self._logits is None or self._logits.shape[1] < num_last or wanted:
             contexts: list[ContextIds] = list(self.contexts)
             for row in set(stale).difference(rows):
-                kept = min(self._lengths[row], self.contexts[row].num_kept)
+                kept = self.contexts[row].num_kept
                 if kept:
                     contexts[row] = _WaitingContext(self.contexts[row].ids[:kept], kept)
                 else:
@@ -303,7 +303,8 @@ class MemberState(Generic[C]):
                     wanted.add(row)
             self._logits = self._rows.forward(contexts, of_rows)
             self.num_forwards += self._rows.forwards_of_last_call
-            self._lengths = [len(context.ids) for context in contexts]
+            # A row that waits is not up to date, whatever its context becomes.
+            self._lengths = [-1 if isinstance(c, _WaitingContext) else len(c.ids) for c in contexts]
             for row in wanted:
                 self.contexts[row].num_kept = len(self.contexts[row].ids)
         logits = self._logits[:, -num_last:]

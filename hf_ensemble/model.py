@@ -27,7 +27,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .compatibility import CompatibilityReport, compare_members
 from .config import (
     EnsembleConfig,
-    GacConfig,
     MemberConfig,
     MethodConfig,
     SweetSpanConfig,
@@ -94,8 +93,8 @@ class _Call:
     @property
     def is_by_primary(self) -> bool:
         """Whether the primary decides everything, and so runs by itself."""
-        gate, is_cut_off = self.method.gate_rule, isinstance(self.method, GacConfig) and self.method.alpha is not None
-        return self.weights.is_only(0) and (gate is None or gate[0] == 0) and not is_cut_off
+        gate = self.method.gate_rule
+        return self.weights.is_only(0) and (gate is None or gate[0] == 0) and not self.method.cuts_off
 
     @property
     def is_by_spans(self) -> bool:
@@ -201,6 +200,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             weights=weights,
             primary_config=copy.deepcopy(models[0].config),
         )
+        config.method.check_members(len(models))
         known: dict[tuple[int, int, tuple[int, ...]], Member] = {}
         members = []
         for model, tokenizer, item in zip(models, tokenizers, config.members, strict=True):
@@ -279,6 +279,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         method = method_config("unite" if method is None else method)
         if weights is not None:
             weights = normalize_weights(weights, len(items), method.takes_weights_as_given)
+        method.check_members(len(items))
         check_members(items, folder, hub)
         models, loaded_tokenizers = load_members(items, folder, dtype, device_map, tokenizers, kwargs)
         ensemble = cls.from_members(models, loaded_tokenizers, method, weights, items)
@@ -402,7 +403,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         member = self._members[0]
         if kwargs.pop(_WAITS, False):
             assert input_ids is not None
-            return CausalLMOutputWithPast(logits=torch.zeros(len(input_ids), 1, member.vocab_size))
+            return CausalLMOutputWithPast(logits=input_ids.new_zeros(len(input_ids), 1, member.vocab_size).float())
         if position_ids is not None and member.max_positions is not None:
             # Rows that have ended are padded on, and their positions would run out of the table.
             position_ids = position_ids.clamp_max(member.max_positions - 1)
@@ -499,8 +500,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         Returns:
             The primary's ids of shape `(batch_size * num_return_sequences, length)`, or an output object with
             `return_dict_in_generate`, whose `scores` and `logits` are the ensemble's, over the primary's ids. Of a
-            token-level method it also has `num_forwards` (each member's forward passes) and `share_ensembled` (for each
-            row, the share of choices that no gate made alone).
+            token-level method it also has `num_forwards` (each member's forward passes) and, but for beams,
+            `share_ensembled` (for each row, the share of choices that no gate made alone); neither where the primary has
+            all the weight and its own `generate` runs.
 
         Raises:
             ConfigurationError: If an option cannot work for an ensemble, or the inputs do not fit.
@@ -555,7 +557,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             if settings.output_scores and call.fusion.scores_rows:
                 output["scores"] = tuple(call.fusion.scores_rows)
             output["num_forwards"] = call.fusion.num_forwards
-            output["share_ensembled"] = call.fusion.share_ensembled
+            if settings.num_beams in (None, 1):
+                output["share_ensembled"] = call.fusion.share_ensembled
         return output
 
     def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> _Call:
@@ -565,7 +568,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         given = self.config.weights if weights is None else weights
         call = _Call(config, MixingWeights(given, count, config.takes_weights_as_given))
         if isinstance(config, SweetSpanConfig):
-            call.weights.fixed(config.name)
+            call.weights.refuse_varying(config.name)
         return call
 
     def _refuse_options(self, settings: GenerationConfig, kwargs: dict[str, Any]) -> None:
@@ -682,7 +685,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             generation_config.return_dict_in_generate
             and (generation_config.output_logits or generation_config.output_scores)
         )
-        if isinstance(call.method, GacConfig) and call.method.strategy is not None:
+        if call.method.draws_one:
             self._refuse_all_but_plain_sampling(generation_config, stock)
         call.weights.expand(len(prompt), copies)
         prompt = prompt.repeat_interleave(copies, dim=0)
@@ -712,12 +715,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     @staticmethod
     def _primary_can_wait(call: _Call, generation_config: Any) -> bool:
         """Whether the primary runs only where it is needed, since it is not at every step."""
-        method, needs_it = call.method, False
-        if 0 in call.weights.participants:
-            draws = isinstance(method, GacConfig) and method.strategy is not None
-            needs_it = not draws and (method.gate_rule is None or method.gate_rule[0] == 0)
-        elif method.gate_rule is not None:
-            needs_it = method.gate_rule[0] == 0
+        gate = call.method.gate_rule
+        needs_it = gate[0] == 0 if gate else 0 in call.weights.participants and not call.method.draws_one
         # What only its own pass through the decoding loop can give.
         outputs = generation_config.output_attentions or generation_config.output_hidden_states
         return not (
@@ -822,13 +821,15 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         for other_key, other in list(self._methods.items()):
             if other_key != key:
                 other.forget()
-        if key not in self._methods:
+        method = self._methods.get(key)
+        if method is None or method.is_stale:
             if len(self._methods) >= _MAX_METHODS:
                 self._methods.clear()
-            self._methods[key] = build_method(
+            method = build_method(
                 config, self._members, self.union_vocabulary, eos_ids_of(self._members, eos_ids), device
             )
-        return self._methods[key]
+            self._methods[key] = method
+        return method
 
     # The primary runs in the stock loop, so what the loop asks a model for is asked of the primary.
 
@@ -882,6 +883,8 @@ def _left_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
 def _read_config(source: str, located: dict[str, Any]) -> PreTrainedConfig | None:
     try:
         return AutoConfig.from_pretrained(source, **located)  # type: ignore[no-any-return]
+    except ConfigurationError:
+        raise
     except (OSError, ValueError):
         # `check_members` says what is wrong with it.
         return None

@@ -186,6 +186,7 @@ def _points(
                 f"weights that are searched, or stay the same in a search, have to be lists, but are {own_weights!r:.200}."
             )
         method = dataclasses.replace(base, **changes)
+        method.check_members(num_members)
         points.append((method, normalize_weights(own_weights, num_members, method.takes_weights_as_given)))
     return points
 

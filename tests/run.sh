@@ -94,13 +94,13 @@ fi
 export HF_HUB_OFFLINE=1
 # Several processes of one thread: threads that wait for one another are slow when anything else runs on the machine.
 export OMP_NUM_THREADS=1
-unit=(-m pytest --quiet --ignore=tests/real -n logical --maxprocesses 8 -m "$without and not real")
+unit=(-m pytest --quiet --ignore=tests/real -n logical --maxprocesses 8 -m)
 real=(-m pytest --quiet tests/real -n logical --maxprocesses 2 --dist loadfile -m)
-tests "unit tests, newest" $newest/python "${unit[@]}" -m "$without and not real and not slow"
+tests "unit tests, newest" $newest/python "${unit[@]}" "$without and not real and not slow"
 if ! $quick; then
-    tests "slow tests, newest" $newest/python "${unit[@]}" -m "$without and not real and slow"
+    tests "slow tests, newest" $newest/python "${unit[@]}" "$without and not real and slow"
     # What is slow, and UniTE beside GaC, is the same on both.
-    tests "unit tests, oldest" $oldest/python "${unit[@]}" -m "$without and not real and not slow" -k "not unite"
+    tests "unit tests, oldest" $oldest/python "${unit[@]}" "$without and not real and not slow" -k "not unite"
     tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not unite"
     tests "real models, newest" $newest/python "${real[@]}" "$without"
 fi

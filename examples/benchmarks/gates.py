@@ -47,7 +47,7 @@ def large_members(folders: list[str]) -> EnsembleForCausalLM:
 
 
 def replay(ensemble: EnsembleForCausalLM, texts: list[torch.Tensor], prompt_length: int, num_new: int, **options):
-    """Write the text with this method; returns the output and, if asked for, the times of all steps."""
+    """Write the text with this method, and return the output."""
     ids = texts[0][None, :prompt_length]
     return ensemble.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False, eos_token_id=[],

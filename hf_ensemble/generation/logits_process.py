@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import GacConfig, MethodConfig, SweetSpanConfig, method_config
+from ..config import MethodConfig, SweetSpanConfig, method_config
 from ..errors import ConfigurationError
 from ..member import Member
 from ..methods import build_method
-from ..methods.base import eos_ids_of
+from ..methods.base import TokenMethod, eos_ids_of
 from ..vocabulary.union import UnionVocabulary
 from .mixing_weights import MixingWeights, WeightsLike
 from .token_fusion import TokenFusion
@@ -124,11 +124,12 @@ class EnsembleLogitsProcessor(LogitsProcessor):
                 "method 'sweetspan' decides over spans of several tokens, which no logits processor can do. Use "
                 "`EnsembleForCausalLM`."
             )
-        if isinstance(self._config, GacConfig) and self._config.strategy is not None:
+        if self._config.draws_one or self._config.greedy_only:
             raise ConfigurationError(
-                f"`strategy={self._config.strategy!r}` needs to know how the token is chosen, which no logits processor "
-                "does. Use `EnsembleForCausalLM`."
+                f"these options of method {self._config.name!r} need to know how the token is chosen, which no logits "
+                "processor does. Use `EnsembleForCausalLM`."
             )
+        self._method: TokenMethod | None = None
         self._config.check_members(len(models))
         self._weights = weights
         self._mixing_weights()
@@ -156,10 +157,11 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         if self._pad is not None:
             mask = (input_ids != self._pad).long().cummax(-1).values
         eos_ids = eos_ids_of(self._members, self._members[0].eos_token_ids)
-        method = build_method(self._config, self._members, self._union, eos_ids, scores.device)
+        if self._method is None or self._method.device != scores.device or self._method.is_stale:
+            self._method = build_method(self._config, self._members, self._union, eos_ids, scores.device)
         weights = self._mixing_weights()
         weights.expand(len(input_ids), 1)
-        return TokenFusion(self._members, method, self._config, weights, input_ids, mask, is_wide=False)
+        return TokenFusion(self._members, self._method, self._config, weights, input_ids, mask, is_wide=False)
 
     def _mixing_weights(self) -> MixingWeights:
         return MixingWeights(self._weights, len(self._members), self._config.takes_weights_as_given)

@@ -24,7 +24,6 @@ class MixingWeights:
 
     Attributes:
         participants: Members that may have a weight other than 0.
-        is_fixed: Whether all rows have the same weights at all steps.
 
     Raises:
         ConfigurationError: If there is not one weight per member, or one is not allowed.
@@ -38,28 +37,27 @@ class MixingWeights:
         self.participants = set(range(num_members))
         if self._rows is not None:
             self.participants = set((self._rows != 0).any(0).nonzero()[:, 0].tolist())
-        self.is_fixed = self._rows is not None and len(self._rows) == 1
 
     def is_only(self, member: int) -> bool:
         """Whether this member decides alone, as it would by itself."""
-        return self.participants == {member} and (not self._as_given or bool((self._of_rows()[:, member] == 1).all()))
+        if self.participants != {member}:
+            return False
+        return not self._as_given or (self._rows is not None and bool((self._rows[:, member] == 1).all()))
 
-    def fixed(self, name: str) -> list[float]:
-        """The weights of all rows and steps, for what takes no others.
+    def refuse_varying(self, name: str) -> None:
+        """Refuse weights that differ by row or step, for a method that does not mix by weights.
 
         Args:
             name: Of the method, for the error.
 
         Raises:
-            ConfigurationError: If they differ by row or step.
+            ConfigurationError: If they do.
         """
-        if not self.is_fixed:
+        if self._rows is None or len(self._rows) > 1:
             raise ConfigurationError(
                 f"method {name!r} does not mix by weights: give one weight per member (0 leaves it out), not one for each "
                 "row or step."
             )
-        values: list[float] = self._of_rows()[0].tolist()
-        return values
 
     def expand(self, num_prompts: int, copies: int) -> None:
         """Set how many rows there are: `num_prompts` prompts, each `copies` times.
@@ -78,13 +76,10 @@ class MixingWeights:
             step: Number of steps before it.
             input_ids: All ids so far, of shape `(batch_size, length)`.
         """
-        if self._function is None:
-            return self._of_rows()
+        if self._rows is not None:
+            return self._rows
+        assert self._function is not None
         return self._expanded(self._checked(self._function(step, input_ids), f" at step {step + 1}"))
-
-    def _of_rows(self) -> Tensor:
-        assert self._rows is not None
-        return self._rows
 
     def _expanded(self, rows: Tensor) -> Tensor:
         num_rows = self._num_prompts * self._copies
@@ -97,7 +92,7 @@ class MixingWeights:
         return rows if len(rows) == num_rows else rows.repeat_interleave(self._copies, dim=0)
 
     def _checked(self, weights: Any, where: str = "") -> Tensor:
-        values = weights.tolist() if isinstance(weights, Tensor) else weights
+        values = weights.tolist() if hasattr(weights, "tolist") else weights
         if isinstance(values, (int, float)):
             raise ConfigurationError(f"`weights`{where} must have one entry per member, but is {values!r}.")
         rows = (

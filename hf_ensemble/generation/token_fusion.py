@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from ..config import GacConfig, MethodConfig
+from ..config import MethodConfig
 from ..errors import MemberError
 from ..member import Member, MemberState
 from ..methods.base import TokenMethod
@@ -26,8 +26,8 @@ class TokenFusion:
     vocabulary, `select`, then `receive` (the chosen ids reach the host, in one transfer, and every assistant's context
     follows the text).
 
-    Members that have no weight in a row at a step are not run for it: their states stay, and catch up in one forward
-    pass when they are needed.
+    A member that no row needs at a step is not run: its states stay, and catch up in one forward pass when they are
+    needed. Where only some rows need it, the others wait too, but are carried along in its batch.
 
     Args:
         members: The members; the first is the primary.
@@ -60,7 +60,7 @@ class TokenFusion:
         self.members = list(members)
         self.method = method
         self._gate = config.gate_rule
-        self._draws = isinstance(config, GacConfig) and config.strategy == "mixture_sampling"
+        self._draws = config.draws_one
         self._mix = CapturedMix(method)
         self.is_wide = is_wide and method.is_wide
         self.keep_rows = keep_rows
@@ -152,10 +152,8 @@ class TokenFusion:
         """
         plan = self._weights.at(self.num_steps, self._input_ids)
         for index, state in self.states.items():
-            if self._prompt_of_row is None:
-                sitting_out = [row for row in self._live if state.contexts[self._place_of[row]].sits_out]
-            else:
-                sitting_out = [row for row in self._live if state.contexts[self._prompt_of_row[row]].sits_out]
+            places = self._place_of if self._prompt_of_row is None else self._prompt_of_row
+            sitting_out = [row for row in self._live if state.contexts[places[row]].sits_out]
             if sitting_out:
                 plan = _without(plan, index, sitting_out)
         deciding = [row for row in self._live if not (self.is_wide and self._queues[row])]

@@ -24,7 +24,8 @@ class Mixed:
         logprobs: Fused log-probabilities, of shape `(batch_size, union_size)` for a method that decides over the union
             vocabulary, else `(batch_size, primary_vocab_size)`.
         normalizers: Logsumexp of every member's logits, of shape `(batch_size, num_members)`; 0 for members that gave
-            none. NaN or infinite where a member's logits are.
+            none. NaN or infinite where a member's logits are. The caller weighs them with the mixing weights: a method
+            that mixes with others scales them accordingly.
     """
 
     logprobs: Tensor
@@ -110,8 +111,9 @@ class TokenMethod(ABC):
 
         Args:
             logits: Each member's logits in float32 on this method's device, of shape `(batch_size, vocab_size)`; None
-                for a member that takes no part in any row.
-            weights: Mixing weights of shape `(batch_size, num_members)`; every row sums to 1.
+                for an assistant that takes no part in any row. The primary's are zeros where it takes no part.
+            weights: Mixing weights of shape `(batch_size, num_members)`; every row sums to 1, unless the method takes
+                weights as given.
         """
 
     def confidence(self, logits: Tensor, member: int) -> Tensor:
@@ -127,6 +129,11 @@ class TokenMethod(ABC):
         masked = self.masked(logits, member)
         best = merge_duplicates(masked, self.maps[member].duplicates).amax(-1)
         return (best - log_normalizer(masked)).exp().clamp_max(1.0)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether something that the method was made of has changed, so that it has to be made again."""
+        return False
 
     def forget(self) -> None:
         """Give back memory of what can be made again, when another method is used."""

@@ -56,6 +56,8 @@ class Eva(TokenMethod):
         filter_top_k: int = 5,
     ):
         super().__init__(union, eos_ids, device)
+        self._output_embeddings = list(output_embeddings)
+        self._versions = self._versions_of_embeddings()
         self.top_k = top_k
         self.filter_top_k = filter_top_k
         # The columns that each id's mass goes to, -1 for none and `primary_size` for EOS, and in which shares.
@@ -73,6 +75,14 @@ class Eva(TokenMethod):
             has_column = has_column | (~is_eos & (columns >= 0))
             self._columns_of.append(torch.where(is_eos, union.primary_size, columns.clamp_min(0)))
             self._shares_of.append(torch.where(is_eos, 1.0, shares) * has_column)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether output embeddings have changed since the maps were made."""
+        return self._versions != self._versions_of_embeddings()
+
+    def _versions_of_embeddings(self) -> list[int]:
+        return [0 if weight.is_inference() else weight._version for weight in self._output_embeddings]
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""

@@ -143,8 +143,8 @@ def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.n
     for queries, among in ((is_text, ~choice_is_text), (~is_text, np.ones_like(choice_is_text))):
         if queries.any() and among.any():
             # One character a byte.
-            spelled = [entries[n].decode("latin-1") for n in np.flatnonzero(queries)]
-            spelled_among = [choices[n].decode("latin-1") for n in np.flatnonzero(among)]
+            spelled = [entries[n].decode("latin-1") for n in np.flatnonzero(queries).tolist()]
+            spelled_among = [choices[n].decode("latin-1") for n in np.flatnonzero(among).tolist()]
             compare(np.flatnonzero(queries), spelled, np.flatnonzero(among), spelled_among)
     return places
 
