@@ -174,11 +174,11 @@ def _nearest_texts(queries: Sequence[str], choices: Sequence[str]) -> tuple[np.n
             # Texts whose lengths differ by `band` are at least that far apart.
             for band in range(max(length, int(choice_lengths.max())) + 1):
                 among = np.flatnonzero(np.abs(choice_lengths - length) == band)
-                among_texts = [choices[n] for n in among]
+                among_texts = [choices[n] for n in among.tolist()]
                 num_rows = max(1, _MAX_DISTANCES // max(1, len(among)))
                 for start in range(0, len(still_open) if among_texts else 0, num_rows):
                     rows = still_open[start : start + num_rows]
-                    texts = [queries[n] for n in rows]
+                    texts = [queries[n] for n in rows.tolist()]
                     distances = cdist(texts, among_texts, scorer=Levenshtein.distance, dtype=np.uint16, workers=-1)
                     at = distances.argmin(axis=1)
                     found, at = distances[np.arange(len(rows)), at].astype(np.int64), among[at]

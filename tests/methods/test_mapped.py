@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from hf_ensemble import ConfigurationError, EnsembleForCausalLM, EvaConfig, MinedConfig, UnionVocabulary
+from hf_ensemble import ConfigurationError, EnsembleForCausalLM, EvaConfig, GacConfig, MinedConfig, UnionVocabulary
 from hf_ensemble.methods import build_method
 from hf_ensemble.methods.eva import Eva
 from hf_ensemble.methods.mined import Mined
@@ -224,3 +224,32 @@ def test_a_primary_without_an_end_takes_what_is_left():
     for method in (Mined(union, [[], [eos]], CPU), Eva(union, [[], [eos]], CPU, weights)):
         probs = method.mix(rows, torch.tensor([[0.5, 0.5]])).logprobs.exp()
         assert probs.sum().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_eva_sees_a_changed_head():
+    tokenizers = [tiny.smol_like(), tiny.gemma_like()]
+    models = [
+        tiny.tiny_llama(tokenizers[0], seed=1, tie_word_embeddings=False),
+        tiny.tiny_gemma3(tokenizers[1], seed=2),
+    ]
+    ensemble = EnsembleForCausalLM.from_members(models, tokenizers)
+    inputs = ensemble.tokenizer("The capital of France is", return_tensors="pt")
+    options = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    ensemble.generate(**inputs, **options, method="eva")
+    with torch.no_grad():
+        models[0].lm_head.weight.copy_(models[0].lm_head.weight.flip(0))
+    found = ensemble.generate(**inputs, **options, method="eva").logits[0]
+    fresh = EnsembleForCausalLM.from_members(models, tokenizers)
+    assert torch.equal(found, fresh.generate(**inputs, **options, method="eva").logits[0])
+
+
+def test_a_saved_ensemble_may_be_used_with_another_method_without_rapidfuzz(tmp_path, monkeypatch):
+    tokenizer = tiny.smol_like()
+    tiny.tiny_llama(tokenizer).save_pretrained(tmp_path / "a")
+    tokenizer.save_pretrained(tmp_path / "a")
+    path = str(tmp_path / "a")
+    EnsembleForCausalLM.from_pretrained([path, path], method="mined").save_pretrained(tmp_path / "saved")
+    monkeypatch.setitem(sys.modules, "rapidfuzz", None)
+    assert EnsembleForCausalLM.from_pretrained(tmp_path / "saved", method="gac").config.method == GacConfig()
+    with pytest.raises(ConfigurationError, match=r'pip install "hf_ensemble\[mined\]"'):
+        EnsembleForCausalLM.from_pretrained(tmp_path / "saved")
