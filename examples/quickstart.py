@@ -24,6 +24,7 @@ def main() -> None:
     except DemoModelError as error:
         sys.exit(f"quickstart.py: {error}")
 
+    print("Loading both models and writing; on a slow CPU this takes half a minute.", flush=True)
     # bfloat16 halves what a step reads from memory, and that is what a step on a CPU waits for.
     ensemble = EnsembleForCausalLM.from_pretrained(models, method="unite", dtype="bfloat16")
 
@@ -33,10 +34,13 @@ def main() -> None:
     for method in ("unite", "gac"):
         texts[f"both, {method}"] = continue_prompts(ensemble, ensemble.tokenizer, method=method)
 
+    print("\nWhat each writes after three prompts (greedily, 16 tokens, bfloat16):")
     for row, prompt in enumerate(PROMPTS):
         print(f"\n{prompt!r}")
         for name, continuations in texts.items():
             print(f"  {name:<24}{continuations[row]!r}")
+    print("\nThe models, for the README's model-a and model-b:", *models, sep="\n  ")
+    print(f"The Python that has everything: {sys.executable}")
 
 
 def continue_prompts(model, tokenizer, **options) -> list[str]:

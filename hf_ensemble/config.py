@@ -352,7 +352,16 @@ def normalize_weights(weights: Sequence[float] | None, num_members: int, as_give
     """
     if weights is None:
         return [1.0 / num_members] * num_members
-    values = [float(w) for w in weights]
+    try:
+        if isinstance(weights, (str, bytes, dict, set)):
+            raise TypeError
+        values = [float(w) for w in weights]
+        total = math.fsum(values)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigurationError(
+            f"`weights` must be a list of one number per member, but are {weights!r:.200}. One list for each row, or a "
+            "function, can be given to `generate` only."
+        ) from None
     if len(values) != num_members:
         raise ConfigurationError(
             f"`weights` must have one entry per member: got {len(values)} for {num_members} members."
@@ -364,7 +373,7 @@ def normalize_weights(weights: Sequence[float] | None, num_members: int, as_give
         )
     if not any(values):
         raise ConfigurationError(f"`weights` must not all be 0, but are {values}.")
-    return values if as_given else [w / sum(values) for w in values]
+    return values if as_given else [w / total for w in values]
 
 
 @dataclass

@@ -312,6 +312,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             if path.exists():
                 path = path.resolve()
                 item.path = str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+        if config.weights is not None:
+            normalize_weights(config.weights, len(config.members), config.method.takes_weights_as_given)
+            config.weights = [float(weight) for weight in config.weights]
         try:
             self.generation_config.validate(strict=True)
         except ValueError as error:
@@ -666,6 +669,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         """Put the fusion first and the decision over the union vocabulary last."""
         given = kwargs.get("logits_processor")
         call = getattr(given, "call", None)
+        if call is not None:
+            copies = max(generation_config.num_beams, generation_config.num_return_sequences)
+            call.weights.expand(len(kwargs["encoder_input_ids"]), copies)
         if call is None or call.is_by_primary:
             return super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
@@ -680,14 +686,12 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         model_kwargs = kwargs.get("model_kwargs") or {}
         prompt = kwargs["encoder_input_ids"]
         mask = model_kwargs.get("attention_mask")
-        copies = max(generation_config.num_beams, generation_config.num_return_sequences)
         keeps_rows = bool(
             generation_config.return_dict_in_generate
             and (generation_config.output_logits or generation_config.output_scores)
         )
         if call.method.draws_one:
             self._refuse_all_but_plain_sampling(generation_config, stock)
-        call.weights.expand(len(prompt), copies)
         prompt = prompt.repeat_interleave(copies, dim=0)
         method = self._method(call.method, eos_ids)
         call.fusion = TokenFusion(

@@ -152,6 +152,8 @@ def select_members(
     if responses is not None:
         if mean_lengths is not None:
             raise ConfigurationError("give `responses` or `mean_lengths`, not both.")
+        if any(isinstance(texts, str) or not all(isinstance(text, str) for text in texts) for texts in responses):
+            raise ConfigurationError("`responses` must have a list of texts for each candidate.")
         if len(responses) != len(names) or not all(map(len, responses)):
             raise ConfigurationError(
                 f"`responses` must have one list that is not empty per candidate: got {[*map(len, responses)]} "

@@ -127,6 +127,10 @@ def tune_method(
     finished: dict[str, dict[str, Any]] = {}
     search: dict[str, str] = {}
     path = None if state_file is None else Path(state_file)
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ConfigurationError(
+            f"`state_file` {path} cannot be written: it is a folder, or lies in none that exists."
+        )
     prompts = [example.prompt for example in read]
     if path is not None:
         options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **generate_options}

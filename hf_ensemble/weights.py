@@ -36,12 +36,19 @@ def weights_from_scores(scores: Sequence[float], chance: float = 0.0) -> list[fl
         DeePEn-Adapt in Huang et al., "Ensemble Learning for Heterogeneous Large Language Models with Deep Parallel
         Collaboration" (https://arxiv.org/abs/2404.12715), section 3.
     """
-    values = [float(score) for score in scores]
+    try:
+        values, chance = [float(score) for score in scores], float(chance)
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"`scores` and `chance` must be numbers, one score per member, but are {scores!r:.200} and {chance!r:.80}."
+        ) from None
     if not values:
         raise ConfigurationError("`scores` must have one entry per member, but is empty.")
     if not all(map(math.isfinite, [*values, chance])):
         raise ConfigurationError(f"`scores` and `chance` must be finite, but are {values} and {chance}.")
     above = [max(0.0, value - chance) for value in values]
+    if not all(map(math.isfinite, above)) or not math.isfinite(sum(above)):
+        raise ConfigurationError(f"`scores` and `chance` are too far apart for weights: {values} and {chance}.")
     total = math.fsum(above)
     if total == 0:
         raise ConfigurationError(

@@ -160,7 +160,10 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         if self._method is None or self._method.device != scores.device or self._method.is_stale:
             self._method = build_method(self._config, self._members, self._union, eos_ids, scores.device)
         weights = self._mixing_weights()
-        weights.expand(len(input_ids), 1)
+        # Of one prompt there may be several rows, one after the other.
+        num_rows = len(input_ids)
+        copies = num_rows // weights.num_rows if num_rows % weights.num_rows == 0 else 1
+        weights.expand(num_rows // copies, copies)
         return TokenFusion(self._members, self._method, self._config, weights, input_ids, mask, is_wide=False)
 
     def _mixing_weights(self) -> MixingWeights:

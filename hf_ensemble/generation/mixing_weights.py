@@ -59,6 +59,11 @@ class MixingWeights:
                 "row or step."
             )
 
+    @property
+    def num_rows(self) -> int:
+        """How many rows weights were given for; 1 if they are the same for all."""
+        return 1 if self._rows is None else len(self._rows)
+
     def expand(self, num_prompts: int, copies: int) -> None:
         """Set how many rows there are: `num_prompts` prompts, each `copies` times.
 
@@ -92,12 +97,15 @@ class MixingWeights:
         return rows if len(rows) == num_rows else rows.repeat_interleave(self._copies, dim=0)
 
     def _checked(self, weights: Any, where: str = "") -> Tensor:
+        if weights is None and where:
+            raise ConfigurationError(f"`weights`{where} must have one entry per member, but the function gave None.")
         values = weights.tolist() if hasattr(weights, "tolist") else weights
         if isinstance(values, (int, float)):
             raise ConfigurationError(f"`weights`{where} must have one entry per member, but is {values!r}.")
-        rows = (
-            values if values is not None and len(values) and isinstance(values[0], (list, tuple, Tensor)) else [values]
-        )
+        if isinstance(values, (list, tuple)):
+            values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
+        is_by_row = isinstance(values, (list, tuple)) and len(values) > 0 and isinstance(values[0], (list, tuple))
+        rows = values if is_by_row else [values]
         try:
             checked = [normalize_weights(row, self._num_members, self._as_given) for row in rows]
         except ConfigurationError as error:

@@ -59,6 +59,7 @@ class TokenFusion:
     ):
         self.members = list(members)
         self.method = method
+        self._method_name = config.name
         self._gate = config.gate_rule
         self._draws = config.draws_one
         self._mix = CapturedMix(method)
@@ -287,9 +288,9 @@ class TokenFusion:
 
     def _raise_nothing_left(self, row: int, step: int) -> None:
         raise MemberError(
-            f"nothing is left to choose from in row {row} at step {step}: processors and filters removed every "
-            f"candidate of method {type(self.method).__name__.lower()!r}. Loosen them, or let the members propose more "
-            "entries."
+            f"nothing is left to choose from in row {row} at step {step}: of what method {self._method_name!r} proposes "
+            "the primary can write nothing, or its options, processors and filters removed every candidate. Loosen them, "
+            "or let the members propose more entries."
         )
 
     # Following the text

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ..config import DeepenConfig, EvaConfig, GacConfig, MethodConfig, MinedConfig, UniteConfig
 from ..errors import ConfigurationError
@@ -46,5 +47,9 @@ def build_method(
         return Mined(union, eos_ids, device)
     if isinstance(config, EvaConfig):
         options = {name: value for name, value in config.to_dict().items() if name != "name"}
-        return Eva(union, eos_ids, device, [output_embeddings_of(member) for member in members], **options)
+
+        def output_embeddings() -> list[Tensor]:
+            return [output_embeddings_of(member) for member in members]
+
+        return Eva(union, eos_ids, device, output_embeddings, **options)
     raise ConfigurationError(f"{type(config).__name__} is no token-level method.")

@@ -1,6 +1,7 @@
 """EVA: the weighted average after entries have been moved to the primary's whose output embeddings are most alike."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Eva(TokenMethod):
         union: The union vocabulary of the members.
         eos_ids: For each member, the ids that end a text.
         device: Where the primary's logits are.
-        output_embeddings: For each member, of shape `(vocab_size, hidden_size)`.
+        output_embeddings: Gives those of each member, of shape `(vocab_size, hidden_size)`, as they are when asked.
         neighbours: Number of neighbours in the similarity, and most counterparts of an entry.
         min_similarity: Least similarity of a counterpart.
         top_k: Number of entries that each member proposes; at most its whole vocabulary.
@@ -49,15 +50,16 @@ class Eva(TokenMethod):
         union: UnionVocabulary,
         eos_ids: Sequence[Sequence[int]],
         device: torch.device,
-        output_embeddings: Sequence[Tensor],
+        output_embeddings: Callable[[], Sequence[Tensor]],
         neighbours: int = 10,
         min_similarity: float = 0.1,
         top_k: int = 320,
         filter_top_k: int = 5,
     ):
         super().__init__(union, eos_ids, device)
-        self._output_embeddings = list(output_embeddings)
-        self._versions = self._versions_of_embeddings()
+        self._output_embeddings = output_embeddings
+        self._state = self._state_of_embeddings()
+        embeddings = output_embeddings()
         self.top_k = top_k
         self.filter_top_k = filter_top_k
         # The columns that each id's mass goes to, -1 for none and `primary_size` for EOS, and in which shares.
@@ -66,7 +68,7 @@ class Eva(TokenMethod):
             columns = maps.to_union[:, None]
             shares = torch.ones(columns.shape, device=device)
             if index > 0:
-                pair = (output_embeddings[0], output_embeddings[index])
+                pair = (embeddings[0], embeddings[index])
                 arrays = load_or_build_similar(union, index, pair, neighbours, min_similarity, device)
                 columns, shares = (torch.as_tensor(array, device=device) for array in arrays)
             is_eos = torch.zeros_like(columns, dtype=torch.bool)
@@ -79,10 +81,11 @@ class Eva(TokenMethod):
     @property
     def is_stale(self) -> bool:
         """Whether output embeddings have changed since the maps were made."""
-        return self._versions != self._versions_of_embeddings()
+        return self._state != self._state_of_embeddings()
 
-    def _versions_of_embeddings(self) -> list[int]:
-        return [0 if weight.is_inference() else weight._version for weight in self._output_embeddings]
+    def _state_of_embeddings(self) -> list[tuple[Any, ...]]:
+        weights = self._output_embeddings()
+        return [(w.data_ptr(), w.dtype, w.device, 0 if w.is_inference() else w._version) for w in weights]
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""

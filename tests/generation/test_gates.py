@@ -397,12 +397,42 @@ def test_weights_may_be_a_function_of_the_step():
         ([[1, 1], [1, -1], [1, 1]], "at least 0, but are \\[1.0, -1.0\\]"),
         (lambda step, ids: [1, math.nan], "finite.*at step 1"),
         (lambda step, ids: [1, 1, 1], "got 3 for 2 members.*at step 1"),
+        (lambda step, ids: None, "the function gave None"),
+        ([[1, 0]] * 5, "one row per prompt: got 5 rows for 3 prompts"),
+        ([[0.5, 0.5], 0.5], "one number per member"),
+        ([None, 1], "one number per member"),
+        ("11", "one number per member"),
+        ({0: 1, 1: 1}, "one number per member"),
+        (torch.ones(1, 3, 2), "one number per member"),
     ],
 )
 def test_bad_weights_are_refused(weights, message):
     ensemble = CORE_RECIPES[0].ensemble
     with pytest.raises(ConfigurationError, match=message):
         run(ensemble, batch_of(ensemble), weights=weights)
+
+
+@pytest.mark.parametrize("weights", [[[0.5, 0.5], [1, 0]], lambda step, ids: [1, 1]])
+def test_an_ensemble_keeps_one_list_of_weights_only(weights, tmp_path):
+    members = CORE_RECIPES[0].ensemble
+    with pytest.raises(ConfigurationError, match="can be given to `generate` only"):
+        make_ensemble(list(members.members), members.tokenizers, weights=weights)
+    ensemble = make_ensemble(list(members.members), members.tokenizers)
+    for item in ensemble.config.members:
+        item.path = "somewhere/model"
+    ensemble.config.weights = weights
+    with pytest.raises(ConfigurationError, match="can be given to `generate` only"):
+        ensemble.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_the_plain_processor_takes_weights_by_row_with_several_sequences():
+    ensemble = CORE_RECIPES[0].ensemble
+    processor = EnsembleLogitsProcessor(list(ensemble.members), ensemble.tokenizers, method="gac", weights=ROW_WEIGHTS)
+    options = {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 1, "output_scores": True}
+    found = run(ensemble.members[0], batch_of(ensemble), logits_processor=[processor], **options).scores[0]
+    assert torch.equal(found[0::2], found[1::2])
+    assert not torch.equal(found[0], found[2])
 
 
 def test_spans_take_no_weights_by_row():

@@ -221,12 +221,25 @@ def test_a_primary_without_an_end_takes_what_is_left():
     weights = [torch.randn(size, 8, generator=torch.Generator().manual_seed(0)) for size in sizes]
     rows = [torch.zeros(1, size) for size in sizes]
     rows[1][:, eos] = 9.0
-    for method in (Mined(union, [[], [eos]], CPU), Eva(union, [[], [eos]], CPU, weights)):
+    for method in (Mined(union, [[], [eos]], CPU), Eva(union, [[], [eos]], CPU, lambda: weights)):
         probs = method.mix(rows, torch.tensor([[0.5, 0.5]])).logprobs.exp()
         assert probs.sum().item() == pytest.approx(1, abs=1e-5)
 
 
-def test_eva_sees_a_changed_head():
+def change_in_place(model):
+    model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+
+
+def change_data(model):
+    model.lm_head.weight.data = model.lm_head.weight.data.flip(0)
+
+
+def change_module(model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
+
+
+@pytest.mark.parametrize("change", [change_in_place, change_data, change_module])
+def test_eva_sees_a_changed_head(change):
     tokenizers = [tiny.smol_like(), tiny.gemma_like()]
     models = [
         tiny.tiny_llama(tokenizers[0], seed=1, tie_word_embeddings=False),
@@ -237,7 +250,7 @@ def test_eva_sees_a_changed_head():
     options = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     ensemble.generate(**inputs, **options, method="eva")
     with torch.no_grad():
-        models[0].lm_head.weight.copy_(models[0].lm_head.weight.flip(0))
+        change(models[0])
     found = ensemble.generate(**inputs, **options, method="eva").logits[0]
     fresh = EnsembleForCausalLM.from_members(models, tokenizers)
     assert torch.equal(found, fresh.generate(**inputs, **options, method="eva").logits[0])
