@@ -34,7 +34,7 @@ def main() -> None:
     for method in ("unite", "gac"):
         texts[f"both, {method}"] = continue_prompts(ensemble, ensemble.tokenizer, method=method)
 
-    print("\nWhat each writes after three prompts (greedily, 16 tokens, bfloat16):")
+    print("\nWhat each writes after three prompts (greedily, 12 tokens, bfloat16):")
     for row, prompt in enumerate(PROMPTS):
         print(f"\n{prompt!r}")
         for name, continuations in texts.items():
@@ -46,7 +46,7 @@ def main() -> None:
 def continue_prompts(model, tokenizer, **options) -> list[str]:
     """Return what a member, or an ensemble, writes after the prompts."""
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side="left")
-    output_ids = model.generate(**inputs, max_new_tokens=16, do_sample=False, **options)
+    output_ids = model.generate(**inputs, max_new_tokens=12, do_sample=False, **options)
     return tokenizer.batch_decode(output_ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
 
 
