@@ -58,6 +58,20 @@ class MethodConfig:
         return None
 
 
+def check_positive_integer(name: str, value: Any) -> None:
+    """Refuse an option that is no integer of at least 1.
+
+    Args:
+        name: Of the option, for the error.
+        value: Its value.
+
+    Raises:
+        ConfigurationError: If it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(f"`{name}` has to be a positive integer, but is {value!r}.")
+
+
 def _check_gate(threshold: float | None, gate: int) -> None:
     is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
     if threshold is not None and not (is_number and 0 <= threshold <= 1):
@@ -146,8 +160,7 @@ class UniteConfig(MethodConfig):
     """Number of the gate member."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 1:
-            raise ConfigurationError(f"`top_k` has to be a positive integer, but is {self.top_k!r}.")
+        check_positive_integer("top_k", self.top_k)
         _check_gate(self.threshold, self.gate)
 
     @property
@@ -196,10 +209,8 @@ class DeepenConfig(MethodConfig):
             )
         for name in ("num_anchors", "num_steps", "support"):
             value = getattr(self, name)
-            if value is None and name != "num_steps":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"`{name}` has to be a positive integer, but is {value!r}.")
+            if value is not None or name == "num_steps":
+                check_positive_integer(name, value)
         if not isinstance(self.anchor_seed, int) or isinstance(self.anchor_seed, bool):
             raise ConfigurationError(f"`anchor_seed` has to be an integer, but is {self.anchor_seed!r}.")
         rate = self.learning_rate
@@ -260,9 +271,7 @@ class EvaConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         for name in ("neighbours", "top_k", "filter_top_k"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"`{name}` has to be a positive integer, but is {value!r}.")
+            check_positive_integer(name, getattr(self, name))
         least = self.min_similarity
         if not isinstance(least, (int, float)) or isinstance(least, bool) or not 0 < least < math.inf:
             raise ConfigurationError(f"`min_similarity` has to be a positive number, but is {least!r}.")
@@ -292,11 +301,9 @@ class SweetSpanConfig(MethodConfig):
     """Most tokens of a member in one span, the one that shows its completion included. None: 16 times `span_length`."""
 
     def __post_init__(self) -> None:
-        for name, value in (("span_length", self.span_length), ("max_span_tokens", self.max_span_tokens)):
-            if value is None and name == "max_span_tokens":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"`{name}` has to be a positive integer, but is {value!r}.")
+        check_positive_integer("span_length", self.span_length)
+        if self.max_span_tokens is not None:
+            check_positive_integer("max_span_tokens", self.max_span_tokens)
         if self.max_span_tokens is not None and self.max_span_tokens < self.span_length:
             raise ConfigurationError(
                 f"`max_span_tokens` has to be at least `span_length`, but is {self.max_span_tokens} for "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from .config import check_positive_integer
 from .errors import ConfigurationError
 from .member import Member
 
@@ -141,9 +142,8 @@ def run_batches(
     Raises:
         ConfigurationError: If a number is not positive, or the options do not give one text a prompt.
     """
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigurationError(f"`{name}` has to be a positive integer, but is {value!r}.")
+    check_positive_integer("max_new_tokens", max_new_tokens)
+    check_positive_integer("batch_size", batch_size)
     options = {"do_sample": False, **options, "max_new_tokens": max_new_tokens}
     device = model.get_input_embeddings().weight.device
     pad = tokenizer.pad_token_id or 0

@@ -180,7 +180,7 @@ class Member:
         """Logits along steps that grow, roll back and reorder two rows of unequal length."""
         text_ids = (self.encoder.token_bytes.kinds != CONTROL).nonzero()[0]
         ids = [int(text_ids[(n * 7919 + 13) % len(text_ids)]) for n in range(10)]
-        rows = [_FixedContext(ids[:4]), _FixedContext(ids[2:5])]
+        rows = [PlainContext(ids[:4]), PlainContext(ids[2:5])]
         state = MemberState(self, rows, mode)
         seen = [state.logits()]
         rows[0].change(ids[:5])
@@ -224,21 +224,20 @@ C = TypeVar("C", bound=ContextIds)
 
 
 @dataclass
-class _WaitingContext:
-    """What is cached of a row that is not wanted just now."""
+class PlainContext:
+    """Ids that whoever holds them changes."""
 
     ids: list[int]
-    num_kept: int
-
-
-class _FixedContext:
-    def __init__(self, ids: list[int]):
-        self.ids = list(ids)
-        self.num_kept = 0
+    num_kept: int = 0
 
     def change(self, ids: list[int]) -> None:
+        """Put other ids in their place; of those that are cached, what both begin with stays."""
         self.num_kept = min(self.num_kept, num_common(self.ids, ids))
-        self.ids = list(ids)
+        self.ids = ids
+
+
+class _WaitingContext(PlainContext):
+    """What is cached of a row that is not wanted just now."""
 
 
 class MemberState(Generic[C]):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .config import check_positive_integer
 from .development import Metric, mean_length, read_examples, read_metric, run_members, score_responses
 from .errors import ConfigurationError
 from .model import EnsembleForCausalLM
@@ -217,10 +218,8 @@ def _measure(
 
 
 def _check_limits(max_members: int | None, max_gap: float, max_length_ratio: float) -> None:
-    if max_members is not None and (
-        not isinstance(max_members, int) or isinstance(max_members, bool) or max_members < 1
-    ):
-        raise ConfigurationError(f"`max_members` has to be a positive integer, but is {max_members!r}.")
+    if max_members is not None:
+        check_positive_integer("max_members", max_members)
     if not max_gap >= 0:
         raise ConfigurationError(f"`max_gap` has to be at least 0, but is {max_gap!r}.")
     if not max_length_ratio >= 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .errors import ConfigurationError, MemberError
 from .generation.prompts import read_prompts
-from .member import Member, MemberState
+from .member import Member, MemberState, PlainContext
 from .model import EnsembleForCausalLM
 from .vocabulary.token_bytes import NO_TOKEN
 
@@ -124,8 +124,8 @@ def _losses_per_byte(member: Member, rows: Sequence[Sequence[int]]) -> Tensor:
                 f"member {member.name!r} has nothing to predict in prompt {n}, which is "
                 f"{token_bytes.write_from_start(row)!r} to it. Give longer prompts, or weights of another kind."
             )
-    contexts = [_Prefix() for _ in rows]
-    state: MemberState[_Prefix] = MemberState(member, contexts)
+    contexts = [PlainContext([]) for _ in rows]
+    state = MemberState(member, contexts)
     no_token = torch.as_tensor(token_bytes.kinds == NO_TOKEN)
     totals = torch.zeros(len(rows), dtype=torch.float64)
     piece = max(1, _MAX_LOGITS // (len(rows) * member.vocab_size))
@@ -153,11 +153,3 @@ def _losses_per_byte(member: Member, rows: Sequence[Sequence[int]]) -> Tensor:
             "it in bfloat16 or float32."
         )
     return (totals / torch.tensor(num_bytes)).float()
-
-
-class _Prefix:
-    """The part of a prompt that has been read so far."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.num_kept = 0

@@ -15,12 +15,7 @@ WITH_CODE = [page for page in PAGES if "```python" in page.read_text("utf-8")]
 @pytest.fixture
 def members_in_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, tokenizer, make in (
-        ("model-a", tiny.smol_like(), tiny.tiny_llama),
-        ("model-b", tiny.gemma_like(), tiny.tiny_gemma3),
-    ):
-        make(tokenizer).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
+    tiny.save_pair(tmp_path, "model-a", "model-b")
 
 
 @pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")

@@ -15,13 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 @pytest.fixture
 def members(tmp_path):
     """Folders of two members."""
-    for name, tokenizer, make in (
-        ("a", tiny.smol_like(), tiny.tiny_llama),
-        ("b", tiny.gemma_like(), tiny.tiny_gemma3),
-    ):
-        make(tokenizer).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    return [str(tmp_path / name) for name in "ab"]
+    return tiny.save_pair(tmp_path, "a", "b")
 
 
 def run(name, arguments, monkeypatch):

@@ -33,14 +33,7 @@ def test_reasoned_answers_are_the_last_number(script):
 
 @pytest.mark.slow
 def test_points_are_measured_once_and_drawn(script, tmp_path, monkeypatch):
-    members = []
-    for name, tokenizer, make in (
-        ("a", tiny.smol_like(), tiny.tiny_llama),
-        ("b", tiny.gemma_like(), tiny.tiny_gemma3),
-    ):
-        make(tokenizer).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-        members.append(str(tmp_path / name))
+    members = tiny.save_pair(tmp_path, "a", "b")
     data, head, results = tmp_path / "set.jsonl", tmp_path / "prompt.txt", tmp_path / "results.jsonl"
     items = [{"question": "one?", "answer": ["one"]}, {"question": "two and two?", "answer": "four"}]
     data.write_text("\n".join(map(json.dumps, items)), "utf-8")

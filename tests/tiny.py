@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
+from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -456,6 +457,16 @@ def tiny_m2m100(vocab: PreTrainedTokenizerBase | int, **options) -> M2M100ForCon
 def tiny_bert(vocab: PreTrainedTokenizerBase | int, **options) -> BertModel:
     """Encoder only: no causal language model."""
     return _build(BertModel, BertConfig, vocab, {**SIZES, **options})
+
+
+def save_pair(folder: Path, *names: str) -> list[str]:
+    """Save two small models with unlike tokenizers in folders of these names, and return their paths."""
+    paths = []
+    for name, tokenizer, make in zip(names, (smol_like(), gemma_like()), (tiny_llama, tiny_gemma3), strict=True):
+        paths.append(str(folder / name))
+        make(tokenizer).save_pretrained(paths[-1])
+        tokenizer.save_pretrained(paths[-1])
+    return paths
 
 
 def rows_of(tokenizer: PreTrainedTokenizerBase) -> int:

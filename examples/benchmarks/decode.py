@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from tqdm import tqdm
-from turns import OwnLoop, TakeTurns
+from turns import OwnLoop, TakeTurns, quartiles
 
 import hf_ensemble
 from hf_ensemble import EnsembleForCausalLM
@@ -58,11 +58,6 @@ def naive_step(ensemble: EnsembleForCausalLM, ids: torch.Tensor, own_primary: fl
     return own_primary + time.perf_counter() - start
 
 
-def quartiles(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
-
-
 def time_lengths(ensemble: EnsembleForCausalLM, methods: list[str], lengths: list[int], naive_repeats: int) -> None:
     inputs = ensemble.tokenizer(PROMPT, return_tensors="pt").to(ensemble.device)
     count = max(lengths) + WINDOW
@@ -95,7 +90,9 @@ def time_lengths(ensemble: EnsembleForCausalLM, methods: list[str], lengths: lis
         each = " + ".join(f"{1e3 * statistics.median(values):.1f}" for values in zip(*own, strict=True))
         total = 1e3 * statistics.median(map(sum, own))
         step = 1e3 * statistics.median(fused)
-        print(f"| {method} | {length} | {each} | {total:.1f} | {step:.1f} | {quartiles(ratios)} | {1e3 * naive:.0f} |")
+        print(
+            f"| {method} | {length} | {each} | {total:.1f} | {step:.1f} | {quartiles(ratios, 3)} | {1e3 * naive:.0f} |"
+        )
 
 
 def time_batch(ensemble: EnsembleForCausalLM, methods: list[str], repeats: int, new_tokens: int = 32) -> None:
@@ -112,7 +109,7 @@ def time_batch(ensemble: EnsembleForCausalLM, methods: list[str], repeats: int, 
                 values.append(size * new_tokens / (time.perf_counter() - start))
         one = statistics.median(rates[1])
         for size, values in rates.items():
-            print(f"| {method} | {size} | {quartiles(values)} | {statistics.median(values) / one:.2f} |")
+            print(f"| {method} | {size} | {quartiles(values, 3)} | {statistics.median(values) / one:.2f} |")
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoTokenizer
-from turns import TakeTurns
+from turns import TakeTurns, quartiles
 
 import hf_ensemble
 from hf_ensemble import AnchorTokens, DeepenConfig, EnsembleForCausalLM, GacConfig, UnionVocabulary
@@ -53,9 +53,8 @@ def configs() -> dict[str, GacConfig | DeepenConfig]:
     return {"gac": GacConfig(), f"deepen, {FEW} anchors": DeepenConfig(num_anchors=FEW), "deepen, all": DeepenConfig()}
 
 
-def quartiles(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles([1e3 * value for value in values], n=4)
-    return f"{middle:.1f} ({low:.1f}-{high:.1f})"
+def milliseconds(seconds: list[float]) -> str:
+    return quartiles([1e3 * value for value in seconds], 1)
 
 
 # --- Memory ---------------------------------------------------------------------------------------------------------
@@ -113,7 +112,7 @@ def time_steps(ensemble: EnsembleForCausalLM, new_tokens: int, rounds: int) -> N
     for name, values in later.items():
         ratio = statistics.median(values) / gac
         start = 1e3 * statistics.median(first[name])
-        print(f"| {name} | {quartiles(values)} | {ratio:.2f} | {start:.0f} | {peaks[name]:.0f} |", flush=True)
+        print(f"| {name} | {milliseconds(values)} | {ratio:.2f} | {start:.0f} | {peaks[name]:.0f} |", flush=True)
 
 
 # --- Distances ------------------------------------------------------------------------------------------------------
@@ -232,7 +231,7 @@ def time_mixing(folders: list[str], width: int, dtype: torch.dtype, device: torc
         gac = gac or statistics.median(new)
         for rows, values in (("new", new), ("half", half), ("kept", kept))[: 1 if is_gac else 3]:
             above = 1e3 * (statistics.median(values) - gac)
-            print(f"| {name} | {rows} | {quartiles(values)} | {above:.1f} | {peak.mib():.0f} |", flush=True)
+            print(f"| {name} | {rows} | {milliseconds(values)} | {above:.1f} | {peak.mib():.0f} |", flush=True)
         del method, mix
 
 

@@ -9,7 +9,6 @@ loop, one step after each fused step; medians over all steps are printed with qu
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer, LlamaConfig, LogitsProcessor, Qwen2Config
-from turns import OwnLoop, TakeTurns
+from turns import OwnLoop, TakeTurns, quartiles
 
 import hf_ensemble
 from hf_ensemble import EnsembleForCausalLM
@@ -109,11 +108,6 @@ def show_copies(ensemble, texts, method: str, prompt_length: int, new_tokens: in
     return f"{len(copies) / new_tokens:.1f} copies to the host a step, the largest {max(copies)} bytes"
 
 
-def quartiles(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizers", nargs=2, required=True)
@@ -145,10 +139,10 @@ def main() -> None:
             turns = run(pair, texts, args.prompt, args.new_tokens, method)
             fused, own = fused + turns.fused[5:], own + turns.own[5:]
         ratios = [f / sum(o) for f, o in zip(fused, own, strict=True)]
-        columns = [quartiles([1e3 * value for value in values]) for values in (*zip(*own, strict=True), fused)]
-        print(f"| {method} | {' | '.join(columns)} | {quartiles(ratios)} |")
+        columns = [quartiles([1e3 * value for value in values], 2) for values in (*zip(*own, strict=True), fused)]
+        print(f"| {method} | {' | '.join(columns)} | {quartiles(ratios, 2)} |")
     for method in ("unite", "gac"):
-        print(f"fusion alone, {method}: {quartiles(time_fusion(pair, method))} ms")
+        print(f"fusion alone, {method}: {quartiles(time_fusion(pair, method), 2)} ms")
     for method in ("unite", "gac"):
         print(f"{method}: {show_copies(pair, texts, method, args.prompt)}")
     print(f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most")

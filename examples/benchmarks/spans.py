@@ -23,7 +23,7 @@ import transformers
 from decode import PROMPT
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
-from turns import OwnLoop
+from turns import OwnLoop, quartiles
 
 import hf_ensemble
 from hf_ensemble import EnsembleForCausalLM, SweetSpanConfig
@@ -56,13 +56,6 @@ def large_members(folders: list[str]) -> EnsembleForCausalLM:
         text = " ".join(words[7 * index :] + words[: 7 * index])
         push_along(models[-1], tokenizers[index](text, return_tensors="pt").input_ids[0].cuda())
     return EnsembleForCausalLM.from_members(models, tokenizers)
-
-
-def quartiles(values: list[float]) -> str:
-    if len(values) < 2:
-        return f"{values[0]:.1f}"
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.1f} ({low:.1f}-{high:.1f})"
 
 
 def own_steps(ensemble: EnsembleForCausalLM, num_steps: int) -> list[float]:
@@ -150,7 +143,7 @@ def main() -> None:
         forwards = [statistics.mean(counts) for counts in zip(*(item.num_forwards for item in rounds), strict=True)]
         each = " + ".join(f"{statistics.median(values):.1f}" for values in zip(*own, strict=True))
         print(
-            f"| {length} | {each} | {quartiles(tokens)} | {quartiles(extra)} | {agreed:.0%} | "
+            f"| {length} | {each} | {quartiles(tokens, 1)} | {quartiles(extra, 1)} | {agreed:.0%} | "
             f"{', '.join(f'{count:.1f}' for count in forwards)} | {'' if naive is None else f'{naive:.0f}'} |"
         )
 

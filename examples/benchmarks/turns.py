@@ -1,5 +1,6 @@
 """Taking turns: after every fused step each member takes a step by itself, so that all meet the same machine."""
 
+import statistics
 import time
 
 import torch
@@ -60,3 +61,11 @@ class TakeTurns(StoppingCriteria):
             self.progress.update()
         self._resumed = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def quartiles(values: list[float], digits: int) -> str:
+    """The median, and the quartiles in brackets; a single value as it is."""
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}"
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

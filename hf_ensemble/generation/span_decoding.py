@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..config import SweetSpanConfig
 from ..errors import MemberError
-from ..member import Member, MemberState
+from ..member import Member, MemberState, PlainContext
 from ..methods.sweetspan import SpanChoice, choose_span, span_score
 from ..vocabulary.context import MemberContext
 from ..vocabulary.encoding import split_begun_character
@@ -76,14 +76,6 @@ class SpanDecoderOutput(GenerateDecoderOnlyOutput):
     """
 
     rounds: list[list[SpanRound]] | None = None
-
-
-@dataclass
-class _Draft:
-    """A member's ids while it proposes: its context and what it has written since."""
-
-    ids: list[int]
-    num_kept: int
 
 
 @dataclass
@@ -239,7 +231,7 @@ class SpanDecoder:
         )
         logits = state.logits()
         state.hold()
-        drafts = [_Draft(list(context.ids), 0) for context in self._contexts[index]]
+        drafts = [PlainContext(list(context.ids)) for context in self._contexts[index]]
         room = [None if member.max_positions is None else member.max_positions - len(draft.ids) for draft in drafts]
         state.follow(drafts)
         ids = torch.empty(len(drafts), 0, dtype=torch.long, device=logits.device)
@@ -290,7 +282,7 @@ class SpanDecoder:
         return _Proposals(written_ids, values[0], values[1], best, first_log_probs, criterion)
 
     def _choose_ids(
-        self, index: int, logits: Tensor, drafts: Sequence[_Draft], written: Tensor
+        self, index: int, logits: Tensor, drafts: Sequence[PlainContext], written: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Choose the next id of every row, and say in which rows there is none."""
         scores = self._masks[index].allowed(logits)

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,6 +155,11 @@ class TokenMethod(ABC):
         """Set the logits of ids that take no part to `-inf`."""
         maps = self.maps[member]
         return logits if maps.takes_all else logits + maps.mask
+
+
+def versions_of(weights: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """What changes when somebody moves, casts, replaces or trains these weights."""
+    return [(w.data_ptr(), w.dtype, w.device, 0 if w.is_inference() else w._version) for w in weights]
 
 
 def eos_ids_of(members: Sequence[Member], primary_eos_ids: Sequence[int]) -> list[list[int]]:

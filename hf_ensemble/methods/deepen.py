@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from ..vocabulary.anchors import AnchorTokens
 from ..vocabulary.context import Resync
 from ..vocabulary.relative import RelativeRows, TakenRows, inverse_norms
 from ..vocabulary.union import UnionVocabulary
-from .base import Mixed, TokenMethod
+from .base import Mixed, TokenMethod, versions_of
 
 _SHARPNESS = 100.0
 _BETAS = (0.9, 0.999)
@@ -70,15 +71,15 @@ class Deepen(TokenMethod):
         self.config = config
         self.anchors = AnchorTokens(union, config.num_anchors, config.anchor_seed)
         self._embeddings = list(embeddings)
-        self._state = self._state_of_embeddings()
+        self._versions = self._versions_of_embeddings()
         with _turns.take(self._devices()):
             self._build_rows()
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""
         with _turns.take(self._devices()):
-            if (state := self._state_of_embeddings()) != self._state:
-                self._state = state
+            if (versions := self._versions_of_embeddings()) != self._versions:
+                self._versions = versions
                 self._build_rows()
             parts = [
                 self._mix_part([None if one is None else one[some] for one in logits], weights[some])
@@ -134,10 +135,8 @@ class Deepen(TokenMethod):
     def _devices(self) -> set[torch.device]:
         return {self.device, *(module.weight.device for module in self._embeddings)}  # type: ignore[arg-type]
 
-    def _state_of_embeddings(self) -> list[tuple[int, int]]:
-        """What changes when somebody moves or trains the embeddings."""
-        weights = [module.weight for module in self._embeddings]
-        return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]  # type: ignore[operator]
+    def _versions_of_embeddings(self) -> list[tuple[Any, ...]]:
+        return versions_of([module.weight for module in self._embeddings])  # type: ignore[misc]
 
     def _mix_part(self, logits: Sequence[Tensor | None], weights: Tensor) -> tuple[Tensor, ...]:
         """Fuse rows of a batch whose supports fit the kept rows: log-probabilities and normalizers."""

@@ -1,7 +1,6 @@
 """EVA: the weighted average after entries have been moved to the primary's whose output embeddings are most alike."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from ..mixing import log_normalizer, merge_duplicates, top_entries
 from ..vocabulary.alignment import load_or_build_similar
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
-from .base import Mixed, TokenMethod
+from .base import Mixed, TokenMethod, versions_of
 
 
 class Eva(TokenMethod):
@@ -58,8 +57,8 @@ class Eva(TokenMethod):
     ):
         super().__init__(union, eos_ids, device)
         self._output_embeddings = output_embeddings
-        self._state = self._state_of_embeddings()
         embeddings = output_embeddings()
+        self._versions = versions_of(embeddings)
         self.top_k = top_k
         self.filter_top_k = filter_top_k
         # The columns that each id's mass goes to, -1 for none and `primary_size` for EOS, and in which shares.
@@ -81,11 +80,7 @@ class Eva(TokenMethod):
     @property
     def is_stale(self) -> bool:
         """Whether output embeddings have changed since the maps were made."""
-        return self._state != self._state_of_embeddings()
-
-    def _state_of_embeddings(self) -> list[tuple[Any, ...]]:
-        weights = self._output_embeddings()
-        return [(w.data_ptr(), w.dtype, w.device, 0 if w.is_inference() else w._version) for w in weights]
+        return self._versions != versions_of(self._output_embeddings())
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""

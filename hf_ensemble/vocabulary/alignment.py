@@ -11,7 +11,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from ..errors import VocabularyError
-from .store import load_arrays, save_arrays, store_key
+from .store import load_or_build, store_key
 from .token_bytes import TEXT
 from .union import UnionVocabulary
 
@@ -34,12 +34,7 @@ def load_or_build_nearest(union: UnionVocabulary, member: int) -> np.ndarray:
         The primary's id for each id of the assistant, of shape `(member_vocab_size,)`; -1 where it takes no part.
     """
     key = _pair_key("mined", union, member)
-    arrays = load_arrays(key) if key else None
-    if arrays is None:
-        arrays = {"nearest": _build_nearest(union, member)}
-        if key:
-            save_arrays(key, arrays)
-    return arrays["nearest"]
+    return load_or_build(key, lambda: {"nearest": _build_nearest(union, member)})["nearest"]
 
 
 def load_or_build_similar(
@@ -76,11 +71,9 @@ def load_or_build_similar(
     """
     digests = [_digest(weight) for weight in output_embeddings]
     key = _pair_key("eva", union, member, digests, neighbours, min_similarity)
-    arrays = load_arrays(key) if key else None
-    if arrays is None:
-        arrays = _build_similar(union, member, output_embeddings, neighbours, min_similarity, device)
-        if key:
-            save_arrays(key, arrays)
+    arrays = load_or_build(
+        key, lambda: _build_similar(union, member, output_embeddings, neighbours, min_similarity, device)
+    )
     return arrays["ids"], arrays["shares"]
 
 

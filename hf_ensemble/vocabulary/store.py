@@ -5,6 +5,7 @@ import json
 import os
 import uuid
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,17 @@ def save_arrays(key: str, arrays: dict[str, np.ndarray]) -> None:
             "Set HF_ENSEMBLE_CACHE to a folder that can be written.",
             stacklevel=2,
         )
+
+
+def load_or_build(key: str | None, build: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Read stored arrays, or build and store them; without a key they are built, and not stored."""
+    if key is None:
+        return build()
+    arrays = load_arrays(key)
+    if arrays is None:
+        arrays = build()
+        save_arrays(key, arrays)
+    return arrays
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

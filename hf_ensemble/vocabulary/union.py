@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import VocabularyError
 from .encoding import ByteEncoder
-from .store import load_arrays, save_arrays, store_key
+from .store import load_or_build, store_key
 from .token_bytes import CONTROL, TEXT, TokenBytes
 
 _BATCH = 4096
@@ -43,16 +43,8 @@ class UnionVocabulary:
             raise VocabularyError("a union vocabulary needs at least one tokenizer: got 0.")
         self.encoders = list(encoders)
         self.primary_size = encoders[0].token_bytes.num_ids
-        key = None
-        arrays = None
         fingerprints = [encoder.token_bytes.fingerprint for encoder in encoders]
-        if cache and all(fingerprints):
-            key = store_key("union", fingerprints)
-            arrays = load_arrays(key)
-        if arrays is None:
-            arrays = self._build()
-            if key is not None:
-                save_arrays(key, arrays)
+        arrays = load_or_build(store_key("union", fingerprints) if cache and all(fingerprints) else None, self._build)
         count = range(len(encoders))
         self.member_to_union = [arrays[f"member_to_union_{m}"] for m in count]
         self.union_to_member = [arrays[f"union_to_member_{m}"] for m in count]

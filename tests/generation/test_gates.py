@@ -59,6 +59,13 @@ def along(ensemble, rows, num_new=24, **options):
     )
 
 
+def assert_same_distributions(found, expected):
+    """The texts are the same, and the probabilities at every step of every row."""
+    assert torch.equal(found.sequences, expected.sequences)
+    for a, b in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(a.exp(), b.exp(), atol=1e-5, rtol=1e-3)
+
+
 def sharpened(model, factor):
     """A model that is sure of some things."""
     return changed_logits(model, lambda logits: logits * factor)
@@ -76,9 +83,7 @@ def test_at_threshold_0_the_gate_decides_alone(gated, gate):
     assert found.share_ensembled == [0.0] * 3
     assert found.num_forwards[1 - gate] == 0
     expected = run(ensemble, rows, method=gated(), weights=only(ensemble, gate))
-    assert torch.equal(found.sequences, expected.sequences)
-    for a, b in zip(found.logits, expected.logits, strict=True):
-        torch.testing.assert_close(a.exp(), b.exp(), atol=1e-5, rtol=1e-3)
+    assert_same_distributions(found, expected)
 
 
 @each_method
@@ -89,9 +94,7 @@ def test_at_threshold_1_all_decide_always(gated, gate):
     found = run(ensemble, rows, method=gated(threshold=1, gate=gate))
     assert found.share_ensembled == [1.0] * 3
     expected = run(ensemble, rows, method=gated())
-    assert torch.equal(found.sequences, expected.sequences)
-    for a, b in zip(found.logits, expected.logits, strict=True):
-        torch.testing.assert_close(a.exp(), b.exp(), atol=1e-5, rtol=1e-3)
+    assert_same_distributions(found, expected)
 
 
 @pytest.mark.parametrize(("recipe", "gate", "gated"), BY_TURNS)
