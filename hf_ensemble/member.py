@@ -256,14 +256,17 @@ class MemberState(Generic[C]):
         self.member = member
         self.contexts = list(contexts)
         self.num_forwards = 0
-        mode = mode or member.cache_mode
-        self._rows: Any
-        if mode == "repack":
-            self._rows = _RepackedRows(member, len(self.contexts))
-        else:
-            self._rows = _SeparateRows(member, len(self.contexts), mode)
+        self._mode = mode
         self._logits: Tensor | None = None
         self._lengths: list[int] = []
+
+    @cached_property
+    def _rows(self) -> Any:
+        """The caches; made when they are first needed, since finding the mode runs the member."""
+        mode = self._mode or self.member.cache_mode
+        if mode == "repack":
+            return _RepackedRows(self.member, len(self.contexts))
+        return _SeparateRows(self.member, len(self.contexts), mode)
 
     def logits(self, num_last: int | Sequence[int] = 1, rows: Sequence[int] | None = None) -> Tensor:
         """Bring rows to their contexts and return the logits after their last ids.
@@ -339,7 +342,8 @@ class MemberState(Generic[C]):
 
     def select(self, rows: Sequence[int], contexts: Sequence[C]) -> None:
         """Keep, repeat or drop rows: row n continues from what was row `rows[n]`, and now follows `contexts[n]`."""
-        self._rows.select(rows)
+        if "_rows" in vars(self):
+            self._rows.select(rows)
         self.contexts = list(contexts)
         self._lengths = [self._lengths[row] for row in rows] if self._lengths else []
         if self._logits is not None:
