@@ -15,7 +15,7 @@ import torch
 from transformers.utils import logging
 
 from .config import MethodConfig, method_config, normalize_weights
-from .development import Metric, read_examples, read_metric, run_batches, score_responses
+from .development import Metric, are_texts, read_examples, read_metric, run_batches, score_responses
 from .errors import ConfigurationError
 from .member import Member
 from .model import EnsembleForCausalLM
@@ -135,7 +135,7 @@ def tune_method(
     if path is not None:
         options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **generate_options}
         search = _search_key(ensemble, prompts, options)
-        finished = _read_state(path, search)
+        finished = _read_state(path, search, len(read))
 
     table = []
     with logging.tqdm(total=len(points) * len(read), desc="tuning", unit="prompt") as bar:
@@ -235,7 +235,7 @@ def _describe(member: Member) -> list[Any]:
     return [description, member.encoder.token_bytes.fingerprint, member.eos_token_ids, digest.hexdigest()]
 
 
-def _read_state(path: Path, search: dict[str, str]) -> dict[str, dict[str, Any]]:
+def _read_state(path: Path, search: dict[str, str], num_prompts: int) -> dict[str, dict[str, Any]]:
     """Read finished points; what a search that was killed left of a line is cut off the file."""
     if not path.exists():
         return {}
@@ -246,7 +246,10 @@ def _read_state(path: Path, search: dict[str, str]) -> dict[str, dict[str, Any]]
         try:
             entry = json.loads(line)
             key, point = dict(entry["search"]), json.dumps(entry["point"])
-            entry["responses"], entry["seconds"]
+            float(entry["seconds"])
+            # Of another search there may be another number, which is said below.
+            if not are_texts(entry["responses"]) or (key == search and len(entry["responses"]) != num_prompts):
+                raise ValueError(f"`responses` is no list of {num_prompts} texts")
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
                 f"`state_file` {path} is no file of a search: line {n} cannot be read ({error!r}). Name another file."

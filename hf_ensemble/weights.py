@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .config import is_number
 from .errors import ConfigurationError, MemberError
 from .generation.prompts import read_prompts
 from .member import Member, MemberState, PlainContext
@@ -93,7 +94,7 @@ def packllm_weights(
         Mavromatis et al., "Pack of LLMs: Model Fusion at Test-Time via Perplexity Optimization"
         (https://arxiv.org/abs/2404.11531).
     """
-    if not 0 < temperature < math.inf:
+    if not (is_number(temperature) and 0 < temperature < math.inf):
         raise ConfigurationError(f"`temperature` has to be a positive number, but is {temperature!r}.")
     options: dict[str, Any] = {"attention_mask": attention_mask}
     ids = ensemble._prepare_inputs(input_ids, options)
