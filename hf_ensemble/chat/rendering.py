@@ -1,6 +1,7 @@
 """How one member reads a conversation: its template, its system prompt, its control tokens."""
 
 from collections.abc import Callable
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -92,8 +93,7 @@ class ChatRenderer:
             except (TemplateError, TypeError, ValueError) as error:
                 errors.append(error)
                 continue
-            # A template that knows no parts may write the list as Python does.
-            if not any(isinstance(m.get("content"), list) and str(m["content"]) in text for m in way.messages):
+            if all(_shows_parts(text, message.get("content")) for message in way.messages):
                 return text
         raise ConfigurationError(
             f"the chat template of member {self.name!r} refuses the conversation: {errors[0]} Change the conversation, "
@@ -117,6 +117,13 @@ class ChatRenderer:
             **variables,
         )
         return rendered
+
+
+def _shows_parts(text: str, content: Any) -> bool:
+    """Whether a rendering has the texts of a turn's parts, and not the list as Python writes it."""
+    if not isinstance(content, list):
+        return True
+    return str(content) not in text and all(part["text"].strip() in text for part in content)
 
 
 def _unused_sign(conversation: Conversation) -> str:

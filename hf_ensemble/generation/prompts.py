@@ -57,7 +57,7 @@ class OwnPrompts:
             raise ConfigurationError(
                 f"`member_prompts` must be a list with one entry for each of the {count} members, but is {given!r:.200}."
             )
-        texts = [[entry] * num_rows if entry is None or isinstance(entry, str) else list(entry) for entry in given]
+        texts = [list(entry) if isinstance(entry, (list, tuple)) else [entry] * num_rows for entry in given]
         for renderer, rows in zip(renderers, texts, strict=True):
             if len(rows) != num_rows or not all(text is None or isinstance(text, str) for text in rows):
                 raise ConfigurationError(

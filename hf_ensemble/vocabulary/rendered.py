@@ -41,7 +41,7 @@ class RenderedEncoder:
         return text[:end] + sign + text[end:] if is_begun else text
 
     def mark_all(self, text: str, sign: str) -> str:
-        """Put a sign also into whatever begins like a control token, in case a template joins what it cuts apart."""
+        """Put a sign also after whatever may begin a control token, in case a template joins what it cuts apart."""
         return self.mark(self._begun.sub(rf"\1{sign}", text) if self._control else text, sign)
 
     def controls(self, text: str, sign: str) -> list[str]:
@@ -54,7 +54,7 @@ class RenderedEncoder:
 
     @cached_property
     def _begun(self) -> re.Pattern[str]:
-        return _each_start({surface[:2] for surface in self._id_of})
+        return _each_start({surface[0] for surface in self._id_of})
 
     @cached_property
     def _beginnings(self) -> set[str]:
@@ -111,8 +111,8 @@ class RenderedEncoder:
     @cached_property
     def _view(self) -> Tokenizer:
         view = _bare_view(self._backend)
-        vocab = self._backend.get_vocab(with_added_tokens=True)
-        # New tokens are numbered from the count of the others, so holes are filled first.
+        vocab = self._backend.get_vocab(with_added_tokens=False)
+        # New tokens are numbered from the count of the model's, so holes in its ids are filled first.
         num_holes = max(0, max(vocab.values(), default=-1) + 1 - len(vocab))
         view.add_tokens([self._name(-1 - n) for n in range(num_holes)])
         view.add_tokens([_renamed(t, self._name(i)) if i in self._control else t for i, t in self._added.items()])
