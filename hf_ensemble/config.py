@@ -418,6 +418,13 @@ class MemberConfig:
     eos_token_id: list[int] = field(default_factory=list)
     """Ids that end a text besides those of the member's generation config."""
 
+    chat_template: str | None = None
+    """Jinja template for conversations. None: the tokenizer's own."""
+
+    system_prompt: str | None = None
+    """System turn that this member reads in place of the conversation's; empty: it reads none. None: the
+    conversation's."""
+
     def __post_init__(self) -> None:
         if isinstance(self.eos_token_id, int):
             self.eos_token_id = [self.eos_token_id]

@@ -93,7 +93,8 @@ def load_members(
         own_dtype = dtypes[place] if isinstance(dtype, (list, tuple)) or item.dtype is None else item.dtype
         has_own_map = item.device_map is not None and not isinstance(device_map, (list, tuple))
         own_map = item.device_map if has_own_map else device_maps[place]
-        key = repr((dataclasses.replace(item, name=None, eos_token_id=[]), own_dtype, own_map, id(tokenizers[place])))
+        source = dataclasses.replace(item, name=None, eos_token_id=[], chat_template=None, system_prompt=None)
+        key = repr((source, own_dtype, own_map, id(tokenizers[place])))
         if key not in loaded:
             path = locate(item, folder)
             model = _load_model(item, path, own_dtype, own_map, kwargs)

@@ -1,5 +1,6 @@
 """Several causal language models, each with its own tokenizer, as one Hugging Face model."""
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -24,6 +25,8 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .chat.rendering import ChatRenderer
+from .chat.tokenizer import ensemble_tokenizer
 from .compatibility import CompatibilityReport, compare_members
 from .config import (
     EnsembleConfig,
@@ -36,6 +39,7 @@ from .config import (
 from .errors import ConfigurationError, MemberError
 from .generation.logits_process import FusionProcessor, SelectionProcessor, UnpaddedPenalty
 from .generation.mixing_weights import MixingWeights, WeightsLike
+from .generation.prompts import OwnPrompts
 from .generation.span_decoding import SpanDecoder, SpanDecoderOutput, decode_spans
 from .generation.stopping_criteria import FollowingCriteriaList
 from .generation.token_fusion import TokenFusion
@@ -43,6 +47,7 @@ from .loading import check_members, load_members
 from .member import Member
 from .methods import build_method
 from .methods.base import TokenMethod, eos_ids_of
+from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
 
 _WARPERS = {
@@ -88,6 +93,7 @@ class _Call:
         self.method = method
         self.weights = weights
         self.fusion: TokenFusion | None = None
+        self.own_prompts: OwnPrompts | None = None
         self.has_cache = False
 
     @property
@@ -124,7 +130,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     Attributes:
         members: The models, the primary first.
         tokenizers: Their tokenizers.
-        tokenizer: The primary's tokenizer, padding on the left.
+        tokenizer: A copy of the primary's tokenizer that pads on the left; what it renders with `apply_chat_template`,
+            every member reads in its own template.
         union_vocabulary: All members' vocabularies as one.
     """
 
@@ -153,7 +160,14 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if hasattr(primary, "hf_device_map"):
             self.hf_device_map = dict(primary.hf_device_map)
         self.tokenizers = [member.tokenizer for member in members]
-        self.tokenizer = _left_padding(members[0].tokenizer)
+        self._renderers = [_renderer(*pair) for pair in zip(members, config.members, strict=True)]
+        self.tokenizer = ensemble_tokenizer(
+            members[0].tokenizer,
+            members[0].encoder.token_bytes.control,
+            members[0].name,
+            config.members[0].chat_template,
+            config.members[0].system_prompt,
+        )
         self.union_vocabulary = UnionVocabulary([member.encoder for member in members])
         self._methods: dict[Any, TokenMethod] = {}
 
@@ -376,6 +390,22 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             **generate_options,
         )
 
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Render a conversation, or a batch of them, so that `generate` gives every member its own rendering.
+
+        The same as `ensemble.tokenizer.apply_chat_template`, whose arguments are those of `transformers`. The result are
+        the primary's ids; the other members read the conversation in their own templates when `generate` gets these ids.
+
+        Args:
+            conversation: Turns with `role` and `content`, or a list of such conversations.
+            **kwargs: `add_generation_prompt`, `continue_final_message`, `tools`, `padding`, `return_tensors`, …; others
+                are variables of every member's template.
+
+        Raises:
+            ConfigurationError: If the template refuses the conversation, or it holds something else than text.
+        """
+        return self.tokenizer.apply_chat_template(conversation, **kwargs)
+
     # Being a model
 
     @property
@@ -477,6 +507,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         *,
         method: str | MethodConfig | None = None,
         weights: WeightsLike | None = None,
+        member_prompts: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate with all members: everything that `transformers` takes, and the method and weights of this call.
@@ -498,6 +529,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             weights: Mixing weights for this call: one per member; or one such list for each row of `input_ids`; or a
                 function that is called at every step with the number of steps before it and all ids so far, of shape
                 `(batch_size, length)`, and returns either.
+            member_prompts: Prompts of members' own, as plain text: one entry per member, each a text for all rows, a list
+                with one per row, or None, also in such a list, for the text of `input_ids`. The primary's entry is None,
+                unless there are no `input_ids`.
             **kwargs: Generation options and the primary's inputs, as in `transformers`.
 
         Returns:
@@ -534,7 +568,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 _refuse_all_but_greedy(settings, call.method)
             if call.is_by_spans:
                 self._refuse_options_of_spans(settings, call.has_cache, prefix_allowed_tokens_fn, synced_gpus)
+            inputs, member_prompts = self._primary_prompt(inputs, kwargs, member_prompts)
             inputs = self._prepare_inputs(inputs, kwargs)
+            call.own_prompts = OwnPrompts(self._renderers, member_prompts, 1 if inputs is None else len(inputs))
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
             processors = _CallProcessors(logits_processor or [])
@@ -552,7 +588,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             )
         except BaseException:
             if streamer is not None:
-                streamer.end()
+                # What failed is what shall be seen, also if the streamer (whose event loop may be closed) fails as well.
+                with contextlib.suppress(Exception):
+                    streamer.end()
             raise
         if call.fusion is not None and not isinstance(output, Tensor):
             if settings.output_logits:
@@ -608,6 +646,18 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         for name, is_asked in refused.items():
             if is_asked:
                 raise ConfigurationError(f"`{name}` cannot be used with method 'sweetspan': {reasons[name]}.")
+
+    def _primary_prompt(
+        self, inputs: Any, kwargs: dict[str, Any], member_prompts: Sequence[Any] | None
+    ) -> tuple[Any, Sequence[Any] | None]:
+        """Encode the primary's entry of `member_prompts` where there are no ids. Returns the ids, and what is left."""
+        has_ids = inputs is not None or kwargs.get("input_ids") is not None
+        if has_ids or not isinstance(member_prompts, (list, tuple)) or not member_prompts or member_prompts[0] is None:
+            return inputs, member_prompts
+        texts = [member_prompts[0]] if isinstance(member_prompts[0], str) else list(member_prompts[0])
+        encoded = self.tokenizer(texts, padding=len(texts) > 1, return_tensors="pt").to(self._members[0].device)
+        kwargs["attention_mask"] = encoded["attention_mask"]
+        return encoded["input_ids"], [None, *member_prompts[1:]]
 
     def _prepare_inputs(self, inputs: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Check the prompt; move padding to the left and give empty rows a start. Returns the ids."""
@@ -704,6 +754,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             is_wide=decides_over_union,
             runs_primary=not method.starts_from_primary and self._primary_can_wait(call, generation_config),
             keep_rows=keeps_rows,
+            own_prompts=call.own_prompts,
         )
         first = FusionProcessor(call.fusion, is_beam_search)
         if mask is not None:
@@ -805,6 +856,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             max_new_tokens=config.max_length - prompt_length,
             min_new_tokens=max(config.min_new_tokens or 0, (config.min_length or 0) - prompt_length),
             use_cache=config.use_cache is not False,
+            own_prompts=call.own_prompts,
         )
         pad = None if config._pad_token_tensor is None else int(config._pad_token_tensor)
         ids = decode_spans(decoder, input_ids, stopping_criteria, pad, streamer)
@@ -875,13 +927,17 @@ def _refuse_all_but_greedy(settings: GenerationConfig, method: MethodConfig) -> 
             )
 
 
-def _left_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer itself if it pads on the left, else a copy that does."""
-    if tokenizer.padding_side == "left":
-        return tokenizer
-    twin = copy.copy(tokenizer)
-    twin.padding_side = "left"
-    return twin
+def _renderer(member: Member, item: MemberConfig) -> ChatRenderer:
+    token_bytes = member.encoder.token_bytes
+    encoder = RenderedEncoder(token_bytes.backend, token_bytes.control, token_bytes.num_ids)
+    return ChatRenderer(
+        member.tokenizer,
+        encoder,
+        member.name,
+        item.chat_template,
+        item.system_prompt,
+        member.encoder.replace_unwritable,
+    )
 
 
 def _read_config(source: str, located: dict[str, Any]) -> PreTrainedConfig | None:

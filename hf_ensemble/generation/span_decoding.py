@@ -23,7 +23,7 @@ from ..methods.sweetspan import SpanChoice, choose_span, span_score
 from ..vocabulary.context import MemberContext
 from ..vocabulary.encoding import split_begun_character
 from ..vocabulary.token_bytes import CONTROL, NO_TOKEN, TEXT
-from .prompts import expand_prompts, read_prompts, warn_of_losses
+from .prompts import OwnPrompts, expand_prompts, read_prompts, warn_of_losses
 from .stopping_criteria import SpanStoppingCriteria
 
 
@@ -145,6 +145,7 @@ class SpanDecoder:
         max_new_tokens: Number of ids after which a row needs no more.
         min_new_tokens: Number of the primary's ids before which no text may end.
         use_cache: Whether members keep caches.
+        own_prompts: What members read in place of the text of the prompt ids.
 
     Attributes:
         rounds: The rounds of each row so far.
@@ -163,6 +164,7 @@ class SpanDecoder:
         max_new_tokens: int,
         min_new_tokens: int,
         use_cache: bool,
+        own_prompts: OwnPrompts | None = None,
     ):
         self.members = list(members)
         self.config = config
@@ -173,7 +175,7 @@ class SpanDecoder:
         self._do_sample = do_sample
         self._max_new = max_new_tokens
         self._min_new = min_new_tokens
-        prompts = read_prompts(members, participants, "append", prompt_ids, prompt_mask)
+        prompts = read_prompts(members, participants, "append", prompt_ids, prompt_mask, own_prompts)
         contexts = dict(prompts.contexts)
         if 0 in participants:
             contexts = {0: [MemberContext.of_ids(self._encoder, ids) for ids in prompts.ids], **contexts}

@@ -16,7 +16,7 @@ from ..methods.captured import CapturedMix
 from ..mixing import fold
 from ..vocabulary.context import MemberContext
 from .mixing_weights import MixingWeights
-from .prompts import expand_prompts, read_prompts, warn_of_losses
+from .prompts import OwnPrompts, expand_prompts, read_prompts, warn_of_losses
 
 
 class TokenFusion:
@@ -39,6 +39,7 @@ class TokenFusion:
         is_wide: Whether the decision is made over the union vocabulary.
         runs_primary: Whether the primary runs here, where it is needed, instead of in the decoding loop at every step.
         keep_rows: Whether to keep the rows of `scores` and `logits` that `generate` returns.
+        own_prompts: What members read in place of the text of the prompt ids.
 
     Attributes:
         states: The state of each member that runs here, by member index.
@@ -56,6 +57,7 @@ class TokenFusion:
         is_wide: bool,
         runs_primary: bool = False,
         keep_rows: bool = False,
+        own_prompts: OwnPrompts | None = None,
     ):
         self.members = list(members)
         self.method = method
@@ -87,7 +89,7 @@ class TokenFusion:
         self._normalizers: Tensor | None = None
         self._warned_control: set[int] = set()
         participants = weights.participants if self._gate is None else weights.participants | {self._gate[0]}
-        prompts = read_prompts(members, participants, method.resync, prompt_ids, prompt_mask)
+        prompts = read_prompts(members, participants, method.resync, prompt_ids, prompt_mask, own_prompts)
         self._prompt_of_row: list[int] | None = prompts.prompt_of_row
         self._lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
         contexts = dict(prompts.contexts)

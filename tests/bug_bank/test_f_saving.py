@@ -6,7 +6,7 @@
 | F2 | here, in a process of its own; pushing to the Hub waits |
 | F4 | here; weights are saved only once bundling exists |
 | F5 | here; `test_generate.py` (members may have unlike dtypes) |
-| F6 | here; chat templates and GGUF wait |
+| F6 | here; `test_conversations.py` (templates); GGUF waits |
 | F7 | here; single fields of a member's model config cannot be overridden yet |
 """
 
