@@ -10,6 +10,7 @@ from .config import (
     SweetSpanConfig,
     UniteConfig,
 )
+from .decisions import Decision, Decisions, MemberDecision
 from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
 from .generation.logits_process import EnsembleLogitsProcessor
 from .generation.span_decoding import SpanCandidate, SpanDecoderOutput, SpanRound
@@ -26,6 +27,8 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "AnchorTokens",
     "ConfigurationError",
+    "Decision",
+    "Decisions",
     "DeepenConfig",
     "EnsembleConfig",
     "EnsembleError",
@@ -34,6 +37,7 @@ __all__ = [
     "EvaConfig",
     "GacConfig",
     "MemberConfig",
+    "MemberDecision",
     "MemberError",
     "MinedConfig",
     "SpanCandidate",
