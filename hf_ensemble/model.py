@@ -33,6 +33,7 @@ from .config import (
     MemberConfig,
     MethodConfig,
     SweetSpanConfig,
+    check_positive_integer,
     method_config,
     normalize_weights,
 )
@@ -41,13 +42,15 @@ from .generation.likelihoods import Scores, read_pairs, score_pairs
 from .generation.logits_process import FusionProcessor, SelectionProcessor, UnpaddedPenalty
 from .generation.mixing_weights import MixingWeights, WeightsLike
 from .generation.prompts import OwnPrompts
+from .generation.recording import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
+from .generation.recording_spans import decisions_of_rounds
 from .generation.span_decoding import SpanDecoder, SpanDecoderOutput, decode_spans
 from .generation.stopping_criteria import FollowingCriteriaList
 from .generation.token_fusion import TokenFusion
 from .loading import check_members, load_members
 from .member import Member
 from .methods import build_method
-from .methods.base import TokenMethod, eos_ids_of
+from .methods.base import MemberMaps, TokenMethod, eos_ids_of
 from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
 
@@ -95,6 +98,8 @@ class _Call:
         self.weights = weights
         self.fusion: TokenFusion | None = None
         self.own_prompts: OwnPrompts | None = None
+        self.num_decision_entries: int | None = None
+        self.recorder: DecisionRecorder | None = None
         self.has_cache = False
 
     @property
@@ -509,6 +514,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         method: str | MethodConfig | None = None,
         weights: WeightsLike | None = None,
         member_prompts: Sequence[Any] | None = None,
+        output_decisions: bool = False,
+        num_decision_entries: int = 5,
         **kwargs: Any,
     ) -> Any:
         """Generate with all members: everything that `transformers` takes, and the method and weights of this call.
@@ -533,6 +540,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             member_prompts: Prompts of members' own, as plain text: one entry per member, each a text for all rows, a list
                 with one per row, or None, also in such a list, for the text of `input_ids`. The primary's entry is None,
                 unless there are no `input_ids`.
+            output_decisions: Whether to record who decided what: `decisions` of the output, a `Decisions`. Takes
+                `return_dict_in_generate=True`, and no beams.
+            num_decision_entries: Number of each member's best entries that are recorded at each decision.
             **kwargs: Generation options and the primary's inputs, as in `transformers`.
 
         Returns:
@@ -565,6 +575,10 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
             )[0]
             self._refuse_options(settings, kwargs)
+            if output_decisions:
+                _refuse_without_decisions(settings)
+                check_positive_integer("num_decision_entries", num_decision_entries)
+                call.num_decision_entries = num_decision_entries
             if call.method.greedy_only and not call.is_by_primary:
                 _refuse_all_but_greedy(settings, call.method)
             if call.is_by_spans:
@@ -601,6 +615,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             output["num_forwards"] = call.fusion.num_forwards
             if settings.num_beams in (None, 1):
                 output["share_ensembled"] = call.fusion.share_ensembled
+        if call.recorder is not None:
+            output["decisions"] = call.recorder.decisions(output.sequences)
         return output
 
     @torch.no_grad()
@@ -759,15 +775,24 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if call is not None:
             copies = max(generation_config.num_beams, generation_config.num_return_sequences)
             call.weights.expand(len(kwargs["encoder_input_ids"]), copies)
-        if call is None or call.is_by_primary:
-            return super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
+        if call is None:
+            return stock
+        if call.is_by_primary:
+            if call.num_decision_entries is None:
+                return stock
+            prompt = kwargs["encoder_input_ids"].repeat_interleave(copies, dim=0)
+            mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
+            primary = self._members[0]
+            ends = eos_ids_of([primary], _ids_of(generation_config._eos_token_tensor))[0]
+            maps = MemberMaps(self.union_vocabulary, 0, ends, prompt.device)
+            call.recorder = DecisionRecorder(self._members, [maps], prompt, mask, call.num_decision_entries)
+            return LogitsProcessorList([PrimaryRecorder(call.recorder, len(self._members)), *stock])
         if call.is_by_spans:
             processors = _CallProcessors(self._processors_for_spans(stock, call.weights.participants))
             processors.call = call
             return processors
-        eos_tensor = generation_config._eos_token_tensor
-        eos_ids = [] if eos_tensor is None else eos_tensor.tolist()
+        eos_ids = _ids_of(generation_config._eos_token_tensor)
         is_beam_search = generation_config.num_beams > 1
         decides_over_union = not is_beam_search and all(type(item).__name__ in _WARPERS for item in stock)
         model_kwargs = kwargs.get("model_kwargs") or {}
@@ -781,6 +806,11 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             self._refuse_all_but_plain_sampling(generation_config, stock)
         prompt = prompt.repeat_interleave(copies, dim=0)
         method = self._method(call.method, eos_ids)
+        is_wide = decides_over_union and method.is_wide
+        if call.num_decision_entries is not None:
+            call.recorder = DecisionRecorder(
+                self._members, method.maps, prompt, mask, call.num_decision_entries, is_wide, method.reads_first_ids
+            )
         call.fusion = TokenFusion(
             self._members,
             method,
@@ -792,6 +822,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             runs_primary=not method.starts_from_primary and self._primary_can_wait(call, generation_config),
             keep_rows=keeps_rows,
             own_prompts=call.own_prompts,
+            recorder=call.recorder,
         )
         first = FusionProcessor(call.fusion, is_beam_search)
         if mask is not None:
@@ -880,7 +911,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             )
         config: Any = generation_config
         prompt_length = input_ids.shape[1]
-        eos_ids = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
+        eos_ids = _ids_of(config._eos_token_tensor)
         decoder = SpanDecoder(
             self._members,
             call.weights.participants,
@@ -899,11 +930,17 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         ids = decode_spans(decoder, input_ids, stopping_criteria, pad, streamer)
         if not config.return_dict_in_generate:
             return ids
-        return SpanDecoderOutput(sequences=ids, rounds=decoder.rounds)  # type: ignore[arg-type]
+        output = SpanDecoderOutput(sequences=ids, rounds=decoder.rounds)  # type: ignore[arg-type]
+        if call.num_decision_entries is not None:
+            mask = model_kwargs.get("attention_mask")
+            output["decisions"] = decisions_of_rounds(decoder, call.method, input_ids, mask, ids)
+        return output
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:  # type: ignore[override]
         call = getattr(kwargs.get("stopping_criteria"), "call", None)
         criteria = super()._get_stopping_criteria(**kwargs)  # type: ignore[misc]
+        if call is not None and call.is_by_primary and call.recorder is not None:
+            return RecordingCriteriaList(criteria, call.recorder)
         if call is None or call.fusion is None or kwargs["generation_config"].num_beams > 1:
             return criteria
         return FollowingCriteriaList(criteria, call.fusion)
@@ -975,6 +1012,22 @@ def _renderer(member: Member, item: MemberConfig) -> ChatRenderer:
         item.system_prompt,
         member.encoder.replace_unwritable,
     )
+
+
+def _refuse_without_decisions(settings: GenerationConfig) -> None:
+    if not settings.return_dict_in_generate:
+        raise ConfigurationError(
+            "`output_decisions` gives `decisions` of the output object: pass `return_dict_in_generate=True` too."
+        )
+    if settings.num_beams not in (None, 1):
+        raise ConfigurationError(
+            f"`output_decisions` cannot be used with `num_beams={settings.num_beams}`: beams are chosen by the "
+            "probabilities of whole texts, so nobody decides a token. Pass `num_beams=1`."
+        )
+
+
+def _ids_of(tensor: Tensor | None) -> list[int]:
+    return [] if tensor is None else tensor.tolist()
 
 
 def _read_config(source: str, located: dict[str, Any]) -> PreTrainedConfig | None:
