@@ -391,8 +391,8 @@ class MemberConfig:
     """Where one member comes from and how it is loaded."""
 
     path: str | None = None
-    """Hub id or path of the model. In a saved ensemble, a path may be relative to its folder. None: the member was
-    given as an object that came from nowhere."""
+    """Hub id or path of the model. In a saved ensemble, a path that begins with `./` lies within its folder or
+    repository. None: the member was given as an object that came from nowhere."""
 
     name: str | None = None
     """Name used in errors. Default: the last part of `path`."""
@@ -425,14 +425,17 @@ class MemberConfig:
     """System turn that this member reads in place of the conversation's; empty: it reads none. None: the
     conversation's."""
 
+    commit: str | None = field(default=None, compare=False, repr=False)
+    """Commit that was loaded from the Hub, filled in while loading. Never saved, but `revision` of what is pushed."""
+
     def __post_init__(self) -> None:
         if isinstance(self.eos_token_id, int):
             self.eos_token_id = [self.eos_token_id]
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved: everything that is set, but for `device_map`, which belongs to one machine."""
+        """What is saved: everything that is set, but for what belongs to one machine."""
         values = dataclasses.asdict(self)
-        del values["device_map"]
+        del values["device_map"], values["commit"]
         return {key: value for key, value in values.items() if value not in (None, [])}
 
 
@@ -479,4 +482,7 @@ class EnsembleConfig(PreTrainedConfig):
         values["members"] = [member.to_dict() for member in self.members]
         values["method"] = self.method.to_dict()
         values["primary_config"] = None if self.primary_config is None else self.primary_config.to_dict()
+        for part in (values, values["primary_config"] or {}):
+            # A path of this machine, or what `members` says anyway.
+            part.pop("_name_or_path", None)
         return values

@@ -3,13 +3,16 @@
 import contextlib
 import copy
 import dataclasses
+import inspect
 import os
+import posixpath
 import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -47,11 +50,12 @@ from .generation.recording_spans import decisions_of_rounds
 from .generation.span_decoding import SpanDecoder, SpanDecoderOutput, decode_spans
 from .generation.stopping_criteria import FollowingCriteriaList
 from .generation.token_fusion import TokenFusion
-from .loading import check_members, load_members
+from .loading import HUB_OPTIONS, check_members, check_token, load_members, loaded_commit, resolve_members
 from .member import Member
 from .methods import build_method
 from .methods.base import MemberMaps, TokenMethod, eos_ids_of
 from .vocabulary.rendered import RenderedEncoder
+from .saving import EnsembleParts, is_local, local_card, plan_push, plan_save, push_ensemble, write_ensemble
 from .vocabulary.union import UnionVocabulary
 
 _WARPERS = {
@@ -229,6 +233,11 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             beside = str(getattr(model, "name_or_path", "") or "")
             if item.tokenizer is None and tokenizer.name_or_path and tokenizer.name_or_path != beside:
                 item.tokenizer = tokenizer.name_or_path
+            if item.commit is None and item.path and not is_local(item.path):
+                # Transformers 5.17 keeps the commit with the configuration.
+                item.commit = getattr(model.config, "_commit_hash", None) or loaded_commit(
+                    item.path, posixpath.join(item.subfolder or "", "config.json"), item.revision, None
+                )
             key = (id(model), id(tokenizer), tuple(item.eos_token_id))
             if key not in known:
                 known[key] = Member(model, tokenizer, name=item.name, extra_eos_token_ids=item.eos_token_id)
@@ -262,7 +271,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 checkpoint says.
             device_map: Where the weights go, as in `transformers`: one value for all members, or a list.
             tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
-            **kwargs: Passed on to every member's loading (`token`, `cache_dir`, `attn_implementation`, …).
+            **kwargs: `revision` and `subfolder` of the ensemble; everything else (`token`, `cache_dir`, `max_memory` for
+                all members together, `attn_implementation`, …) is passed on to every member's loading.
 
         Raises:
             ConfigurationError: If a member cannot be found or is no causal language model; before any weight is read.
@@ -274,16 +284,17 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if "torch_dtype" in kwargs:
             dtype = kwargs.pop("torch_dtype")
         source = pretrained_model_name_or_path
-        hub: dict[str, Any] = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
-        folder: Path | None = None
+        hub: dict[str, Any] = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        check_token(hub.get("token"))
+        is_saved = False
         if isinstance(source, (str, os.PathLike)):
             located: dict[str, Any] = {key: kwargs.pop(key) for key in ("revision", "subfolder") if key in kwargs}
             if config is None:
                 config = _read_config(str(source), located | hub)
             if isinstance(config, EnsembleConfig):
-                folder = Path(source, located.get("subfolder") or "")
+                is_saved = True
                 saved = copy.deepcopy(config)
-                items = saved.members
+                items = resolve_members(saved.members, str(source), located, hub)
                 method = saved.method if method is None else method
                 weights = saved.weights if weights is None else weights
                 if dtype != "auto" and dtype is not None:
@@ -300,56 +311,130 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if weights is not None:
             weights = normalize_weights(weights, len(items), method.takes_weights_as_given)
         method.check_members(len(items))
-        check_members(items, folder, hub)
-        models, loaded_tokenizers = load_members(items, folder, dtype, device_map, tokenizers, kwargs)
+        configs = check_members(items, hub)
+        models, loaded_tokenizers = load_members(items, configs, dtype, device_map, tokenizers, kwargs)
         ensemble = cls.from_members(models, loaded_tokenizers, method, weights, items)
-        if folder is not None:
+        if is_saved:
             ensemble._load_generation_config(str(source), located | hub)
         return ensemble
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:  # type: ignore[override]
-        """Save the ensemble's configuration, generation configuration and the primary's tokenizer; no weights.
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        *,
+        include_members: bool = False,
+        safe_serialization: bool = True,
+        **push_options: Any,
+    ) -> None:
+        """Save the ensemble's configuration, generation configuration, the primary's tokenizer and a README.
 
-        Members are saved as references: Hub ids, or paths (relative to the folder where they lie inside it).
+        Members are saved as references (Hub ids, or paths, relative to the folder where they lie inside it) or, with
+        `include_members`, as they are now. A save that fails leaves an older one in the folder as it was.
 
         Args:
             save_directory: Folder to write to.
-            **kwargs: `push_to_hub` and its options, as in `transformers`.
+            is_main_process: Whether this process writes.
+            state_dict: Refused: members have weights of their own.
+            push_to_hub: Whether to upload the ensemble too.
+            max_shard_size: Most bytes of a file of an included member, or a size like `"5GB"`.
+            include_members: Whether to write every distinct member too, with its tokenizer, into a folder in
+                `members/`.
+            safe_serialization: Weights are always safetensors; False is refused.
+            **push_options: Options of `push_to_hub`, `repo_id` (default: the folder's name) among them.
 
         Raises:
-            ConfigurationError: If a member was given as an object that came from nowhere, or the generation
-                configuration cannot be saved. Nothing is written then.
+            ConfigurationError: If a member was given as an object that came from nowhere and is not included, cannot be
+                written or would be overwritten; if a generation configuration cannot be saved; or if an option is
+                unknown. Nothing is written then.
         """
-        folder = Path(save_directory).resolve()
-        config = copy.deepcopy(self.config)
-        for item, member in zip(config.members, self._members, strict=True):
-            if not item.path:
-                raise ConfigurationError(
-                    f"member {member.name!r} was given as an object without an id or path, so there is nothing to save "
-                    "a reference to. Save it by itself first and load the ensemble from that path."
-                )
-            path = Path(item.path)
-            if path.exists():
-                path = path.resolve()
-                item.path = str(path.relative_to(folder) if path.is_relative_to(folder) else path)
-        if config.weights is not None:
-            normalize_weights(config.weights, len(config.members), config.method.takes_weights_as_given)
-            config.weights = [float(weight) for weight in config.weights]
-        try:
-            self.generation_config.validate(strict=True)
-        except ValueError as error:
+        if state_dict is not None or not safe_serialization:
             raise ConfigurationError(
-                f"the ensemble's generation config cannot be saved: {error} Change `ensemble.generation_config` first."
-            ) from error
-        config.architectures = [type(self).__name__]
-        push_to_hub = kwargs.pop("push_to_hub", False)
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(folder)
-        self.generation_config.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+                "an ensemble takes neither `state_dict` nor `safe_serialization=False`: with `include_members=True` its "
+                "members are written with their own weights, as safetensors."
+            )
+        if push_options.get("token") is None:
+            push_options.pop("token", None)
+        known = {"repo_id", *inspect.signature(self.push_to_hub).parameters} - {"include_members", "max_shard_size"}
+        if push_options and not (push_to_hub and set(push_options) <= known):
+            raise ConfigurationError(
+                f"`save_pretrained` of an ensemble has no option {next(iter(set(push_options) - known), None)!r}."
+                if push_to_hub
+                else f"options {sorted(push_options)} do nothing without `push_to_hub=True`."
+            )
+        if not is_main_process:
+            return
+        folder = Path(save_directory).resolve()
+        if folder.is_file():
+            raise ConfigurationError(f"{str(folder)!r} is a file; an ensemble is saved to a folder.")
+        plan = plan_save(self._parts(), include_members, folder)
         if push_to_hub:
-            repo_id = kwargs.pop("repo_id", folder.name)
-            self.push_to_hub(repo_id, **kwargs)
+            repo_id = push_options.pop("repo_id", folder.name)
+            plan_push(self._parts(), include_members, HfApi(token=push_options.get("token")))
+        write_ensemble(plan, folder, max_shard_size, local_card(plan, folder, self.model_tags or ()))
+        if push_to_hub:
+            self.push_to_hub(repo_id, max_shard_size=max_shard_size, include_members=include_members, **push_options)
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        *,
+        include_members: bool = False,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        tags: str | Sequence[str] | None = None,
+    ) -> CommitInfo:
+        """Upload the ensemble to the Hub in one commit: what `save_pretrained` writes, with a README.
+
+        Members are named by their Hub ids and the commits that were loaded, or uploaded too. Nothing that belongs to
+        this machine is uploaded. A README that is in the repository already stays.
+
+        Args:
+            repo_id: Repository, made if there is none.
+            include_members: Whether to upload the members too. Needed for those that are no Hub ids.
+            commit_message: First line of the commit.
+            commit_description: Description of the commit.
+            private: Whether a new repository is private.
+            token: Token of the Hub. Default: that of `hf auth login`.
+            revision: Branch to upload to, made if there is none.
+            create_pr: Whether to propose the commit as a pull request.
+            max_shard_size: Most bytes of a file of an included member, or a size like `"5GB"`.
+            tags: More tags for the README.
+
+        Returns:
+            The commit.
+
+        Raises:
+            ConfigurationError: If a member lies on this machine and is not included, or its commit cannot be found;
+                before anything is uploaded. Otherwise as `save_pretrained`.
+            huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
+        """
+        check_token(token)
+        api = HfApi(token=token, library_name="hf_ensemble")
+        return push_ensemble(
+            plan_push(self._parts(), include_members, api),
+            api,
+            repo_id,
+            max_shard_size=max_shard_size,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            private=private,
+            revision=revision,
+            create_pr=create_pr,
+            tags=[*(self.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())],
+        )
+
+    def _parts(self) -> EnsembleParts:
+        config: Any = self.config
+        return EnsembleParts(config, self.generation_config, self._members, self.tokenizer, type(self).__name__)
 
     def _load_generation_config(self, source: str, located: dict[str, Any]) -> None:
         try:

@@ -137,7 +137,7 @@ def test_a_moved_folder_with_its_members_inside_still_loads(tmp_path):
     for cls in (EnsembleForCausalLM, AutoModelForCausalLM):
         assert output_ids(cls.from_pretrained(tmp_path / "there"), "The cat", max_new_tokens=3) == expected
     config = json.loads((tmp_path / "there" / "config.json").read_text())
-    assert [member["path"] for member in config["members"]] == ["member-0", "member-1"]
+    assert [member["path"] for member in config["members"]] == ["./member-0", "./member-1"]
 
 
 # --- F2 -------------------------------------------------------------------------------------------------------------
