@@ -11,6 +11,7 @@ from .config import (
     UniteConfig,
 )
 from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
+from .generation.likelihoods import Scores
 from .generation.logits_process import EnsembleLogitsProcessor
 from .generation.span_decoding import SpanCandidate, SpanDecoderOutput, SpanRound
 from .generation.stopping_criteria import SpanStoppingCriteria
@@ -36,6 +37,7 @@ __all__ = [
     "MemberConfig",
     "MemberError",
     "MinedConfig",
+    "Scores",
     "SpanCandidate",
     "SpanDecoderOutput",
     "SpanRound",

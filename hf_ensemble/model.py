@@ -34,6 +34,7 @@ from .config import (
     normalize_weights,
 )
 from .errors import ConfigurationError, MemberError
+from .generation.likelihoods import Scores, read_pairs, score_pairs
 from .generation.logits_process import FusionProcessor, SelectionProcessor, UnpaddedPenalty
 from .generation.mixing_weights import MixingWeights, WeightsLike
 from .generation.span_decoding import SpanDecoder, SpanDecoderOutput, decode_spans
@@ -402,7 +403,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             ConfigurationError: If `labels` is given: an ensemble has no loss of its own.
         """
         if labels is not None:
-            raise ConfigurationError("an ensemble has no loss: `labels` cannot be used with it.")
+            raise ConfigurationError("an ensemble has no loss: `labels` cannot be used with it. See `score`.")
         member = self._members[0]
         if kwargs.pop(_WAITS, False):
             assert input_ids is not None
@@ -563,6 +564,42 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             if settings.num_beams in (None, 1):
                 output["share_ensembled"] = call.fusion.share_ensembled
         return output
+
+    @torch.no_grad()
+    def score(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        method: str | MethodConfig | None = None,
+        weights: WeightsLike | None = None,
+        batch_size: int = 8,
+    ) -> Scores:
+        """Score continuations: how likely each is after its prompt, by the distributions that `generate` decodes with.
+
+        A pair of texts is encoded as one by the primary and split as lm-evaluation-harness does it; an empty prompt is
+        what a text starts from (BOS, else EOS). Token by token the fused distribution is read, of mixture sampling that
+        of the mixture. With spans it is the mean over the members of each one's own log-probability.
+
+        Args:
+            prompts: Texts, or lists of the primary's ids.
+            continuations: One for each prompt, of its kind.
+            method: Name or configuration of the method for this call.
+            weights: Mixing weights for this call: one per member; or one such list for each prompt; or a function as in
+                `generate`, which is called with the ids of a batch, left-padded, in the order of the prompts.
+            batch_size: Number of pairs that run together.
+
+        Raises:
+            ConfigurationError: If prompts and continuations do not match, or a text is too long for a member.
+            MemberError: If a member fails or gives NaN.
+        """
+        call = self._call(method, weights)
+        pairs = read_pairs(self._members, self.tokenizer, prompts, continuations)
+        token_method = None
+        if not call.is_by_primary and not call.is_by_spans:
+            eos: Any = self.generation_config.eos_token_id
+            token_method = self._method(call.method, [eos] if isinstance(eos, int) else list(eos or ()))
+        return score_pairs(self._members, token_method, call.method, call.weights, pairs, batch_size)
 
     def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> _Call:
         config = self.config.method if method is None else method_config(method)

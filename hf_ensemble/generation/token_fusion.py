@@ -156,7 +156,7 @@ class TokenFusion:
             places = self._place_of if self._prompt_of_row is None else self._prompt_of_row
             sitting_out = [row for row in self._live if state.contexts[places[row]].sits_out]
             if sitting_out:
-                plan = _without(plan, index, sitting_out)
+                plan = without_member(plan, index, sitting_out)
         deciding = [row for row in self._live if not (self.is_wide and self._queues[row])]
         for row in deciding:
             self._num_decided[row] += 1
@@ -494,7 +494,7 @@ class TokenFusion:
         return full
 
 
-def _without(plan: Tensor, member: int, rows: Sequence[int]) -> Tensor:
+def without_member(plan: Tensor, member: int, rows: Sequence[int]) -> Tensor:
     """Take a member out of some rows, and scale the other weights there to the sum that they had with it."""
     kept = plan.clone()
     kept[list(rows), member] = 0.0
