@@ -54,8 +54,8 @@ from .loading import HUB_OPTIONS, check_members, check_token, load_members, load
 from .member import Member
 from .methods import build_method
 from .methods.base import MemberMaps, TokenMethod, eos_ids_of
-from .vocabulary.rendered import RenderedEncoder
 from .saving import EnsembleParts, is_local, local_card, plan_push, plan_save, push_ensemble, write_ensemble
+from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
 
 _WARPERS = {

@@ -1,0 +1,132 @@
+"""`hf-ensemble chat`: a conversation in the terminal, streamed."""
+
+import argparse
+import contextlib
+import json
+import sys
+from typing import Any
+
+from transformers import TextStreamer
+
+from ..errors import EnsembleError
+from ..model import EnsembleForCausalLM
+from . import arguments
+from .conversation import answer
+from .files import output
+
+_EXAMPLES = """\
+  hf-ensemble chat --members chat-a model-b
+  hf-ensemble chat --members my-chat --system "Answer in one sentence." --temperature 0.7
+  hf-ensemble chat --members chat-a model-b --method gac --max-new-tokens 16
+"""
+
+_COMMANDS = """\
+/reset        forget the conversation, not the system message
+/system TEXT  set the system message, and forget the conversation; without TEXT: no system message
+/save FILE    write the conversation as JSON
+/exit         end, as does the end of the input (Ctrl-D)
+Ctrl-C interrupts an answer.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand's parser."""
+    parser = arguments.new_parser(
+        subparsers,
+        "chat",
+        "talk with an ensemble; answers are streamed",
+        f"{_EXAMPLES}\nin the conversation:\n" + "".join(f"  {line}\n" for line in _COMMANDS.splitlines()),
+        [
+            arguments.member_arguments(),
+            arguments.method_arguments(),
+            arguments.length_arguments(512),
+            arguments.sampling_arguments(),
+        ],
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+
+
+class _Printer(TextStreamer):
+    """Prints an answer as it is written, and keeps it."""
+
+    def __init__(self, tokenizer: Any):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.text = ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print the next piece."""
+        self.text += text
+        print(text, end="\n" if stream_end else "", flush=True)
+
+
+class _Chat:
+    def __init__(self, ensemble: EnsembleForCausalLM, options: dict[str, Any], system: str | None):
+        self.ensemble, self.options = ensemble, options
+        self.begin(system)
+
+    def begin(self, system: str | None) -> None:
+        self.system = system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def say(self, text: str) -> None:
+        """Answer a message. An interrupted answer counts as far as it was shown; without one, nothing was said."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        printer = _Printer(self.ensemble.tokenizer)
+        with contextlib.suppress(KeyboardInterrupt):
+            answer(self.ensemble, messages, self.options, printer)
+        if printer.text:
+            self.messages = [*messages, {"role": "assistant", "content": printer.text}]
+
+    def command(self, line: str) -> None:
+        """Run a line that begins with a slash."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name == "/reset":
+            self.begin(self.system)
+        elif name == "/system":
+            self.begin(rest or None)
+        elif name == "/save" and rest:
+            with output(rest) as file:
+                json.dump(self.messages, file, ensure_ascii=False, indent=2)
+            _note(f"saved in {rest}")
+        else:
+            _note(_COMMANDS)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Talk until the input ends."""
+    options = arguments.generate_options(args)
+    chat = _Chat(arguments.load_ensemble(args), options, args.system)
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (lets `input` edit lines and remember them)
+        _note(_COMMANDS)
+    with arguments.seeded(args.seed):
+        while True:
+            try:
+                line = input("> " if is_terminal else "").strip()
+            except EOFError:
+                if is_terminal:
+                    print()
+                return
+            except KeyboardInterrupt:
+                if not is_terminal:
+                    raise
+                print()
+                continue
+            if line == "/exit":
+                return
+            try:
+                if line.startswith("/"):
+                    chat.command(line)
+                elif line:
+                    chat.say(line)
+            except (EnsembleError, OSError) as error:
+                if not is_terminal:
+                    raise
+                _note(f"error: {' '.join(str(error).split())}")
+
+
+def _note(text: str) -> None:
+    print(text.rstrip("\n"), file=sys.stderr, flush=True)
