@@ -133,7 +133,8 @@ class _RemembersConversations:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class may have been made for the primary's, so it is made again where it is needed.
-        _, _, state, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, state, *rest = reduced
         state = {key: value for key, value in state.items() if key != _CACHE}
         base = next(c for c in type(self).__mro__ if not issubclass(c, _RemembersConversations))
         return (_new, (base,), state, *rest)
@@ -172,7 +173,8 @@ def ensemble_tokenizer(
     """
     twin: Any = copy.copy(tokenizer)
     if not isinstance(twin, _RemembersConversations):
-        twin.__class__ = _class_for(type(tokenizer))
+        base: Any = type(tokenizer)
+        twin.__class__ = _class_for(base)
     twin.__dict__.pop(_CACHE, None)
     twin.padding_side = "left"
     added = twin.backend_tokenizer.get_added_tokens_decoder()
