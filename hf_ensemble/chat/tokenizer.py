@@ -77,6 +77,9 @@ class _RemembersConversations:
         renderer = self._renderer(chat_template)
         if not tokenize:
             texts = [renderer.text(item) for item in conversations]
+            for item in conversations:
+                # What a text that spells no control token of its own is tokenized to.
+                remember(self, renderer.ids(item), item)
             return texts if is_batch else texts[0]
         rows = []
         for item in conversations:
