@@ -116,7 +116,8 @@ def main() -> None:
             ours.append(scored(ensemble, prompt, ids, method))
         few = ids[: args.naive_tokens]
         naive, total = replayed(ensemble, prompt, few, method)
-        difference = abs(total - scored(ensemble, prompt, few, method)[1])
+        again = scored(ensemble, prompt, few, method)[1]
+        difference = 0.0 if total == again else abs(total - again)  # both may be -inf
         own = [statistics.median(column) for column in zip(*alone, strict=True)]
         score = statistics.median(seconds for seconds, _ in ours)
         forwards = count_forwards(ensemble, prompt, ids, method)
