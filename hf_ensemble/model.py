@@ -738,7 +738,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if not call.is_by_primary and not call.is_by_spans:
             eos: Any = self.generation_config.eos_token_id
             token_method = self._method(call.method, [eos] if isinstance(eos, int) else list(eos or ()))
-        return score_pairs(self._members, token_method, call.method, call.weights, pairs, batch_size)
+        return score_pairs(self._members, token_method, call.method, call.weights, pairs, batch_size, self._renderers)
 
     def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> _Call:
         config = self.config.method if method is None else method_config(method)

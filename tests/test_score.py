@@ -88,7 +88,7 @@ def compare(name, reference, pairs=PAIRS, tolerance=2e-4, ids=None, **options):
     return found
 
 
-@pytest.mark.parametrize("name", ENSEMBLES)
+@pytest.mark.parametrize("name", ["two", *(pytest.param(name, marks=pytest.mark.slow) for name in [*ENSEMBLES][1:])])
 @pytest.mark.parametrize("method", ["gac", "unite"])
 def test_equals_the_reference(name, method):
     _, members = built(name)
@@ -97,6 +97,7 @@ def test_equals_the_reference(name, method):
     compare(name, Reference(members, method, top_k=ALL), pairs, method=config, batch_size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["gate", "gate_of_assistant", "log", "weights", "deepen", "paper", "mined", "eva", "by_step", "by_row"]
 )
@@ -342,3 +343,22 @@ def test_nothing_of_the_users_changes():
     after = torch.get_rng_state(), [t.padding_side for t in ensemble.tokenizers], ensemble.config.to_dict()
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
+
+
+@pytest.mark.parametrize("method", ["gac", "unite"])
+def test_every_member_reads_a_conversation_by_its_own_template(method):
+    template = "{% for m in messages %}MARK {{ m['content'] }}\n{% endfor %}"
+    pairs = [smol(), gemma()]
+    for (_, tokenizer), mark in zip(pairs, ("Human:", "Question:"), strict=True):
+        tokenizer.chat_template = template.replace("MARK", mark)
+    ensemble = make_ensemble(*zip(*pairs, strict=True))
+    inputs = ensemble.apply_chat_template(
+        [{"role": "user", "content": "The cat"}], return_tensors="pt", return_dict=True
+    )
+    config = UniteConfig(top_k=ALL) if method == "unite" else GacConfig()
+    output = ensemble.generate(
+        **inputs, method=config, max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    prompt = inputs["input_ids"][0].tolist()
+    found = ensemble.score([prompt] * 3, [[40], [50], [60]], method=config)
+    torch.testing.assert_close(found.log_probs, output.logits[0][0, [40, 50, 60]], atol=1e-4, rtol=0)

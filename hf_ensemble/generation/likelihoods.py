@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..chat.rendering import ChatRenderer
 from ..config import MethodConfig, SweetSpanConfig, check_positive_integer
 from ..errors import ConfigurationError, MemberError
 from ..member import Member
@@ -16,7 +17,7 @@ from ..mixing import fold, log_normalizer
 from ..vocabulary.context import MemberContext
 from ..vocabulary.token_bytes import NO_TOKEN
 from .mixing_weights import MixingWeights
-from .prompts import Prompts, read_prompts, warn_of_losses
+from .prompts import OwnPrompts, Prompts, read_prompts, warn_of_losses
 from .teacher_forcing import ForcedMember, ForcedText
 from .token_fusion import without_member
 
@@ -162,6 +163,7 @@ def score_pairs(
     weights: MixingWeights,
     pairs: Sequence[Pair],
     batch_size: int,
+    renderers: Sequence[ChatRenderer],
 ) -> Scores:
     """Score continuations.
 
@@ -172,6 +174,7 @@ def score_pairs(
         weights: Mixing weights: one list for all pairs, one for each, or a function of a batch's step and ids.
         pairs: Prompts and continuations.
         batch_size: Number of pairs that run together.
+        renderers: For each member, how it reads a conversation that a prompt's ids stand for.
 
     Raises:
         ConfigurationError: If a text does not fit a member's positions.
@@ -188,9 +191,9 @@ def score_pairs(
         numbers = order[start : start + batch_size]
         rows, own_weights = [pairs[n] for n in numbers], weights.of_prompts(numbers)
         if method is not None:
-            found = _Batch(members, method, config, own_weights, rows, numbers).score()
+            found = _Batch(members, method, config, own_weights, rows, numbers, renderers).score()
         elif isinstance(config, SweetSpanConfig) and not weights.is_only(0):
-            found = _score_spans(members, own_weights.participants, rows, numbers)
+            found = _score_spans(members, own_weights.participants, rows, numbers, renderers)
         else:
             own = [(pair.prompt, pair.continuation) for pair in rows]
             found = _score_alone(members[0], own, numbers, all_columns=True)
@@ -213,6 +216,7 @@ class _Batch:
         weights: MixingWeights,
         pairs: Sequence[Pair],
         numbers: Sequence[int],
+        renderers: Sequence[ChatRenderer],
     ):
         self._members = members
         self._method = method
@@ -224,7 +228,7 @@ class _Batch:
         self._plans = self._plans_of(weights, ids)  # (1 or num_steps, B, M)
         running = weights.participants | ({0} if method.starts_from_primary else set())
         running |= set() if self._gate is None else {self._gate[0]}
-        prompts = read_prompts(members, running, method.resync, ids, mask)
+        prompts = read_prompts(members, running, method.resync, ids, mask, OwnPrompts(renderers))
         texts = {index: self._texts_of(index, prompts) for index in sorted(running)}
         if 0 not in running and any(any(text.sits_out) for rows in texts.values() for text in rows.values()):
             # Where nobody else can, the primary goes on.
@@ -382,11 +386,15 @@ class _Batch:
 
 
 def _score_spans(
-    members: Sequence[Member], participants: Collection[int], pairs: Sequence[Pair], numbers: Sequence[int]
+    members: Sequence[Member],
+    participants: Collection[int],
+    pairs: Sequence[Pair],
+    numbers: Sequence[int],
+    renderers: Sequence[ChatRenderer],
 ) -> list[tuple[float, bool]]:
     """The mean over the members of each one's log-probability of the continuation in its own ids."""
     ids, mask = padded_left([pair.prompt for pair in pairs])
-    prompts = read_prompts(members, participants, "append", ids, mask)
+    prompts = read_prompts(members, participants, "append", ids, mask, OwnPrompts(renderers))
     found: list[list[tuple[float, bool]]] = [[] for _ in pairs]
     for index in sorted(participants):
         member, own = members[index], {}
