@@ -8,7 +8,7 @@
 | F5 | here; `test_generate.py` (members may have unlike dtypes) |
 | F6 | here; `test_conversations.py` (templates) |
 | F7 | here; options of the Hub in `test_hub.py`; single fields of a member's model config cannot be overridden |
-| E3 | here |
+| E3 | here (generation configs of members); `test_e_options.py` |
 """
 
 import json
