@@ -448,6 +448,18 @@ def test_members_within_are_cut_into_files_of_the_size_asked_for(saved, tmp_path
     assert dtypes_of(loaded) == dtypes_of(ensemble)
 
 
+def test_members_of_one_name_lie_apart(saved, tmp_path):
+    """F4: Also where a name is what another would be given."""
+    items = [MemberConfig(path=str(saved[0]), name="a-2")]
+    items += [MemberConfig(path=str(path), name="a") for path in (saved[1], saved[0])]
+    tokenizers = [None, None, tokenizer_of("smol")]
+    ensemble = EnsembleForCausalLM.from_pretrained(items, tokenizers=tokenizers)
+    ensemble.save_pretrained(tmp_path / "ensemble", include_members=True)
+    loaded = EnsembleForCausalLM.from_pretrained(tmp_path / "ensemble")
+    assert [m.path.rsplit("/", 1)[1] for m in loaded.config.members] == ["a-2", "a", "a-3"]
+    assert [len(t) for t in loaded.tokenizers] == [len(t) for t in ensemble.tokenizers]
+
+
 def test_objects_that_came_from_nowhere_are_saved_within(tmp_path):
     """F7: And need no path then."""
     tokenizers = [tokenizer_of("smol"), tokenizer_of("gemma")]
@@ -579,3 +591,18 @@ def test_a_member_from_gguf_is_saved_within(tmp_path):
     for one, other in zip(ensemble.state_dict().values(), loaded.state_dict().values(), strict=True):
         assert torch.equal(one, other)
     assert output_ids(loaded, "The cat", max_new_tokens=3) == output_ids(ensemble, "The cat", max_new_tokens=3)
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+def test_a_member_that_is_partly_on_the_disk_is_saved_within(saved, tmp_path):
+    """F4 and H1: Its weights come back from there."""
+    places = {"model.layers.0": "disk", "model.embed_tokens": "cpu", "model.norm": "cpu"}
+    places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    item = MemberConfig(path=str(saved[0]), device_map=places)
+    ensemble = EnsembleForCausalLM.from_pretrained([item, saved[1]], offload_folder=str(tmp_path / "offloaded"))
+    assert "meta" in {p.device.type for p in ensemble.members[0].parameters()}
+    ensemble.save_pretrained(tmp_path / "ensemble", include_members=True)
+    loaded = EnsembleForCausalLM.from_pretrained(tmp_path / "ensemble")
+    whole = AutoModelForCausalLM.from_pretrained(saved[0])
+    for one, other in zip(whole.state_dict().values(), loaded.members[0].state_dict().values(), strict=True):
+        assert torch.equal(one, other)
