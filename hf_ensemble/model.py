@@ -365,6 +365,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 if push_to_hub
                 else f"options {sorted(push_options)} do nothing without `push_to_hub=True`."
             )
+        check_token(push_options.get("token"))
         if not is_main_process:
             return
         folder = Path(save_directory).resolve()

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import get_max_memory
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -34,7 +33,7 @@ def check_memory(
     placed = [(*member, _target(member[3])) for member in members if member[3] is not None]
     if not placed:
         return
-    budget = get_max_memory(None if max_memory is None else dict(max_memory))
+    budget = free_memory(max_memory)
     needs: dict[Any, list[tuple[str, int]]] = {}
     for item, config, dtype, _, target in placed:
         if target in budget or target in _PLANNED:
@@ -54,6 +53,19 @@ def check_memory(
             )
 
 
+def free_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
+    """Bytes by device that may be taken: what is free now, or what is allowed.
+
+    Args:
+        max_memory: Bytes (or sizes like `"10GB"`) by device. None: what is free.
+    """
+    # Slow to import, and a model that is placed nowhere does without.
+    from accelerate.utils import get_max_memory
+
+    found: dict[Any, int] = get_max_memory(None if max_memory is None else dict(max_memory))
+    return found
+
+
 def remaining_memory(max_memory: Mapping[Any, Any], models: Sequence[PreTrainedModel]) -> dict[Any, int]:
     """What is left of `max_memory`, which is for all members, once these are loaded.
 
@@ -64,7 +76,7 @@ def remaining_memory(max_memory: Mapping[Any, Any], models: Sequence[PreTrainedM
     Returns:
         Bytes by device.
     """
-    left: dict[Any, int] = dict(get_max_memory(dict(max_memory)))
+    left = free_memory(max_memory)
     for model in models:
         for tensor in {id(t): t for t in model.parameters()}.values():
             key = _key(tensor.device)

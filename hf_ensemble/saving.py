@@ -236,8 +236,8 @@ def _plan_bundle(parts: EnsembleParts) -> SavePlan:
         if key not in places:
             _check_writable(member)
             name = re.sub(r"[^\w.-]+", "-", member.name).strip(".-") or "member"
-            number = sum(place.startswith(f"{BUNDLE}/{name}") for place in bundled)
-            place = f"{BUNDLE}/{name}" + (f"-{number + 1}" if number else "")
+            names = [name, *(f"{name}-{number}" for number in range(2, len(parts.members) + 2))]
+            place = next(place for name in names if (place := f"{BUNDLE}/{name}") not in bundled)
             places[key] = place
             bundled[place] = member
         own = {"dtype": str(member.model.dtype).removeprefix("torch."), "path": f"./{places[key]}"}

@@ -3,14 +3,16 @@
 | case | where |
 | --- | --- |
 | F1 | here; `contracts.py` (saved and loaded is the same); thresholds and span lengths wait for their methods |
-| F2 | here, in a process of its own; pushing to the Hub waits |
-| F4 | here; weights are saved only once bundling exists |
+| F2 | here, in a process of its own; pushed ones in `test_hub.py` |
+| F4 | here |
 | F5 | here; `test_generate.py` (members may have unlike dtypes) |
-| F6 | here; `test_conversations.py` (templates); GGUF waits |
-| F7 | here; single fields of a member's model config cannot be overridden yet |
+| F6 | here; `test_conversations.py` (templates) |
+| F7 | here; options of the Hub in `test_hub.py`; single fields of a member's model config cannot be overridden |
+| E3 | here (generation configs of members); `test_e_options.py` |
 """
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -20,7 +22,7 @@ import torch
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from hf_ensemble import EnsembleConfig, EnsembleForCausalLM, GacConfig, MemberConfig, UniteConfig
+from hf_ensemble import ConfigurationError, EnsembleConfig, EnsembleForCausalLM, GacConfig, MemberConfig, UniteConfig
 from tests import tiny
 from tests.contracts import make_ensemble
 
@@ -386,3 +388,221 @@ def test_a_member_without_an_origin_cannot_be_saved_and_says_so(tmp_path):
     with pytest.raises(ValueError, match="member-0"):
         ensemble.save_pretrained(tmp_path / "ensemble")
     assert not (tmp_path / "ensemble").exists()
+
+
+# --- Members within, and saves that fail ------------------------------------------------------------------------------
+
+
+def files_of(folder):
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_members_within_come_back_as_they_are_now_wherever_the_folder_is(dtype, tmp_path):
+    """F1, F4, F5, F6: Changed and tied weights, added tokens, a template, generation defaults, one model twice."""
+    paths = save(tmp_path, dtypes=(dtype, torch.float32), tie_word_embeddings=True)
+    items = [MemberConfig(path=str(paths[0]), name="a/b: c"), paths[1], MemberConfig(path=str(paths[0]), name="again")]
+    ensemble = EnsembleForCausalLM.from_pretrained(items, weights=[0.5, 0.25, 0.25])
+    with torch.no_grad():
+        ensemble.members[0].get_output_embeddings().weight.mul_(-1)
+    ensemble.tokenizers[1].chat_template = "{{ messages[0].content }}!"
+    ensemble.members[1].generation_config.max_new_tokens = 7
+    before = [(model.config.to_dict(), model.config.architectures) for model in ensemble.members]
+    expected = output_ids(ensemble, "The cat", max_new_tokens=3)
+    ensemble.save_pretrained(tmp_path / "here", include_members=True)
+    assert [(model.config.to_dict(), model.config.architectures) for model in ensemble.members] == before
+    assert [member.path for member in ensemble.config.members] == [str(paths[0]), str(paths[1]), str(paths[0])]
+    for path in paths:
+        shutil.rmtree(path)
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert sorted(path.name for path in (tmp_path / "there" / "members").iterdir()) == ["a-b-c", "member-1"]
+    loaded = EnsembleForCausalLM.from_pretrained(tmp_path / "there")
+    assert loaded.members[0] is loaded.members[2]
+    assert dtypes_of(loaded) == dtypes_of(ensemble)
+    primary = loaded.members[0]
+    assert primary.get_input_embeddings().weight.data_ptr() == primary.get_output_embeddings().weight.data_ptr()
+    for one, other in zip(ensemble.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert one[0] == other[0]
+        assert torch.equal(one[1], other[1])
+    assert loaded.tokenizers[1].chat_template == ensemble.tokenizers[1].chat_template
+    assert loaded.members[1].generation_config.max_new_tokens == 7
+    assert output_ids(loaded, "The cat", max_new_tokens=3) == expected
+    # References to members that lie within another saved ensemble hold too.
+    assert output_ids(again(loaded, tmp_path / "reference"), "The cat", max_new_tokens=3) == expected
+
+
+def test_members_within_are_cut_into_files_of_the_size_asked_for(saved, tmp_path):
+    """F2: With an index that loads; written over an older save whose file was whole."""
+    ensemble = EnsembleForCausalLM.from_pretrained(saved)
+    folder = tmp_path / "ensemble"
+    ensemble.save_pretrained(folder, include_members=True)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "README.md").write_text("by hand")
+    ensemble.save_pretrained(folder, include_members=True, max_shard_size="20KB")
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "README.md").read_text() == "by hand"
+    assert len(list((folder / "members" / "member-0").glob("model-*.safetensors"))) > 2
+    assert not (folder / "members" / "member-0" / "model.safetensors").exists()
+    assert not list(folder.glob(".saving-*"))
+    loaded = EnsembleForCausalLM.from_pretrained(folder)
+    assert dtypes_of(loaded) == dtypes_of(ensemble)
+
+
+def test_members_of_one_name_lie_apart(saved, tmp_path):
+    """F4: Also where a name is what another would be given."""
+    items = [MemberConfig(path=str(saved[0]), name="a-2")]
+    items += [MemberConfig(path=str(path), name="a") for path in (saved[1], saved[0])]
+    tokenizers = [None, None, tokenizer_of("smol")]
+    ensemble = EnsembleForCausalLM.from_pretrained(items, tokenizers=tokenizers)
+    ensemble.save_pretrained(tmp_path / "ensemble", include_members=True)
+    loaded = EnsembleForCausalLM.from_pretrained(tmp_path / "ensemble")
+    assert [m.path.rsplit("/", 1)[1] for m in loaded.config.members] == ["a-2", "a", "a-3"]
+    assert [len(t) for t in loaded.tokenizers] == [len(t) for t in ensemble.tokenizers]
+
+
+def test_objects_that_came_from_nowhere_are_saved_within(tmp_path):
+    """F7: And need no path then."""
+    tokenizers = [tokenizer_of("smol"), tokenizer_of("gemma")]
+    ensemble = make_ensemble([tiny.tiny_llama(t, num_hidden_layers=1) for t in tokenizers], tokenizers)
+    ensemble.save_pretrained(tmp_path / "ensemble", include_members=True)
+    names = sorted(path.name for path in (tmp_path / "ensemble" / "members").iterdir())
+    loaded = EnsembleForCausalLM.from_pretrained(tmp_path / "ensemble")
+    assert sorted(member.name for member in loaded._members) == names
+    assert output_ids(loaded, "The cat", max_new_tokens=3) == output_ids(ensemble, "The cat", max_new_tokens=3)
+
+
+class _Quantizer:
+    quantization_config = None
+
+    def is_serializable(self):
+        return False
+
+
+FAILURES = {
+    "a member's generation config": lambda e: setattr(e.members[1].generation_config, "temperature", 0.7),
+    "the ensemble's generation config": lambda e: setattr(e.generation_config, "temperature", 0.7),
+    "a quantised member": lambda e: setattr(e.members[1], "hf_quantizer", _Quantizer()),
+    "a member with adapters": lambda e: setattr(e.members[1], "_hf_peft_config_loaded", True),
+    "a disk that is full": lambda e: setattr(e.members[1], "save_pretrained", _full),
+}
+
+
+def _full(*args, **kwargs):
+    raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_save_that_fails_leaves_what_was_there(failure, is_there, saved, tmp_path):
+    """E3 and F2: Nothing if nothing was there, else every file as it was; the error names the member."""
+    ensemble = EnsembleForCausalLM.from_pretrained(saved)
+    folder = tmp_path / "ensemble"
+    if is_there:
+        ensemble.save_pretrained(folder, include_members=True)
+    before = files_of(folder) if is_there else None
+    FAILURES[failure](ensemble)
+    with pytest.raises((ConfigurationError, OSError)) as raised:
+        ensemble.save_pretrained(folder, include_members=True)
+    if "member" in failure:
+        assert "member-1" in str(raised.value)
+    assert folder.exists() == is_there
+    if is_there:
+        assert files_of(folder) == before
+
+
+def test_a_member_is_not_overwritten_by_the_ensemble_that_refers_to_it(saved):
+    """F2: Saved into the folder of a member."""
+    ensemble = EnsembleForCausalLM.from_pretrained(saved)
+    before = files_of(saved[0])
+    with pytest.raises(ConfigurationError, match="member-0"):
+        ensemble.save_pretrained(saved[0])
+    assert files_of(saved[0]) == before
+
+
+def test_a_template_that_is_gone_does_not_come_back(saved, tmp_path):
+    """F6: Saved again without it, into the same folder."""
+    ensemble = EnsembleForCausalLM.from_pretrained(saved)
+    ensemble.tokenizer.chat_template = "{{ messages[0].content }}"
+    ensemble.save_pretrained(tmp_path / "ensemble")
+    assert AutoTokenizer.from_pretrained(tmp_path / "ensemble").chat_template
+    ensemble.tokenizer.chat_template = None
+    ensemble.save_pretrained(tmp_path / "ensemble")
+    assert not AutoTokenizer.from_pretrained(tmp_path / "ensemble").chat_template
+
+
+def test_options_of_the_stock_signature_mean_something_or_are_refused(saved, tmp_path):
+    """F2: None is swallowed."""
+    ensemble = EnsembleForCausalLM.from_pretrained(saved)
+    folder = tmp_path / "ensemble"
+    ensemble.save_pretrained(folder, is_main_process=False)
+    assert not folder.exists()
+    for options in (
+        {"state_dict": {}},
+        {"safe_serialization": False},
+        {"variant": "fp16"},
+        {"repo_id": "a/b"},
+        {"commit_message": "x"},
+    ):
+        with pytest.raises(ConfigurationError, match=next(iter(options))):
+            ensemble.save_pretrained(folder, **options)
+    assert not folder.exists()
+    ensemble.save_pretrained(folder, True, None, False, "1GB", safe_serialization=True)
+    assert (folder / "config.json").is_file()
+
+
+def write_gguf(model, tokenizer, file):
+    """A tiny Llama as a GGUF file of 16-bit floats."""
+    gguf = pytest.importorskip("gguf")
+    config = model.config
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        kind = torch.float32 if tensor.dim() == 1 else torch.float16
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.to(kind).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_member_from_gguf_is_saved_within(tmp_path):
+    """F4, F6, F7: With its unpacked weights, and another tokenizer than the file's."""
+    tokenizer = tokenizer_of("smol")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "gguf").mkdir()
+    model = tiny.tiny_llama(tokenizer, num_hidden_layers=1)
+    write_gguf(model, tokenizer, tmp_path / "gguf" / "x.gguf")
+    item = MemberConfig(path=str(tmp_path / "gguf"), gguf_file="x.gguf", tokenizer=str(tmp_path / "tokenizer"))
+    ensemble = EnsembleForCausalLM.from_pretrained([item], dtype=torch.float32)
+    ensemble.save_pretrained(tmp_path / "ensemble", include_members=True)
+    assert ensemble.members[0].config.quantization_config is not None
+    (tmp_path / "gguf").rename(tmp_path / "gone")
+    loaded = EnsembleForCausalLM.from_pretrained(tmp_path / "ensemble")
+    assert not hasattr(loaded.members[0].config, "quantization_config")
+    assert loaded.config.members[0].gguf_file is None
+    for one, other in zip(ensemble.state_dict().values(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    assert output_ids(loaded, "The cat", max_new_tokens=3) == output_ids(ensemble, "The cat", max_new_tokens=3)
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+def test_a_member_that_is_partly_on_the_disk_is_saved_within(saved, tmp_path):
+    """F4 and H1: Its weights come back from there."""
+    places = {"model.layers.0": "disk", "model.embed_tokens": "cpu", "model.norm": "cpu"}
+    places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    item = MemberConfig(path=str(saved[0]), device_map=places)
+    ensemble = EnsembleForCausalLM.from_pretrained([item, saved[1]], offload_folder=str(tmp_path / "offloaded"))
+    assert "meta" in {p.device.type for p in ensemble.members[0].parameters()}
+    ensemble.save_pretrained(tmp_path / "ensemble", include_members=True)
+    loaded = EnsembleForCausalLM.from_pretrained(tmp_path / "ensemble")
+    whole = AutoModelForCausalLM.from_pretrained(saved[0])
+    for one, other in zip(whole.state_dict().values(), loaded.members[0].state_dict().values(), strict=True):
+        assert torch.equal(one, other)
