@@ -10,7 +10,9 @@ from .config import (
     SweetSpanConfig,
     UniteConfig,
 )
+from .decisions import Decision, Decisions, MemberDecision
 from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
+from .generation.likelihoods import Scores
 from .generation.logits_process import EnsembleLogitsProcessor
 from .generation.span_decoding import SpanCandidate, SpanDecoderOutput, SpanRound
 from .generation.stopping_criteria import SpanStoppingCriteria
@@ -26,6 +28,8 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "AnchorTokens",
     "ConfigurationError",
+    "Decision",
+    "Decisions",
     "DeepenConfig",
     "EnsembleConfig",
     "EnsembleError",
@@ -34,8 +38,10 @@ __all__ = [
     "EvaConfig",
     "GacConfig",
     "MemberConfig",
+    "MemberDecision",
     "MemberError",
     "MinedConfig",
+    "Scores",
     "SpanCandidate",
     "SpanDecoderOutput",
     "SpanRound",

@@ -1,30 +1,25 @@
 """Searching a method's options on a small development set."""
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.utils import logging
 
 from .config import MethodConfig, method_config, normalize_weights
-from .development import Metric, read_examples, read_metric, run_batches, score_responses
+from .development import Metric, are_texts, read_examples, read_metric, run_batches, score_responses
 from .errors import ConfigurationError
-from .member import Member
 from .model import EnsembleForCausalLM
+from .state_file import StateFile, describe_generation_config, describe_member
 from .tables import aligned
 
 _FORMAT = 1
 """Part of every line of a state file: raise it when responses of finished points can change."""
-
-_NUM_PROBES = 64
 
 
 @dataclass(frozen=True)
@@ -124,25 +119,25 @@ def tune_method(
     base = ensemble.config.method if method is None else method_config(method)
     base_weights = ensemble.config.weights if weights is None else weights
     points = _points(grid, base, base_weights, len(ensemble.members))
-    finished: dict[str, dict[str, Any]] = {}
-    search: dict[str, str] = {}
-    path = None if state_file is None else Path(state_file)
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ConfigurationError(
-            f"`state_file` {path} cannot be written: it is a folder, or lies in none that exists."
-        )
     prompts = [example.prompt for example in read]
-    if path is not None:
-        options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **generate_options}
-        search = _search_key(ensemble, prompts, options)
-        finished = _read_state(path, search)
+    state, finished = None, {}
+    if state_file is not None:
+        settings = {
+            "format": _FORMAT,
+            "members": [describe_member(member) for member in ensemble._members],
+            "prompts": prompts,
+            "generation config": describe_generation_config(ensemble),
+            "options": {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **generate_options},
+        }
+        state = StateFile(state_file, settings)
+        finished = dict(state.read(lambda part: _read_point(part, len(read))))
 
     table = []
     with logging.tqdm(total=len(points) * len(read), desc="tuning", unit="prompt") as bar:
         for point_method, point_weights in points:
             name = json.dumps([point_method.to_dict(), point_weights])
             if name in finished:
-                responses, seconds = finished[name]["responses"], finished[name]["seconds"]
+                responses, seconds = finished[name]
                 bar.update(len(responses))
             else:
                 responses = []
@@ -159,12 +154,20 @@ def tune_method(
                     responses += batch
                     bar.update(len(batch))
                 seconds = time.perf_counter() - began
-                finished[name] = {"responses": responses, "seconds": seconds}
-                if path is not None:
-                    _add_line(path, search, name, responses, seconds)
+                finished[name] = (responses, seconds)
+                if state is not None:
+                    point = {"point": json.loads(name), "responses": responses, "seconds": round(seconds, 3)}
+                    state.add(point)
             score = score_responses(responses, read, measure)
             table.append(TuningPoint(point_method, tuple(point_weights), score, seconds, tuple(responses)))
     return TuningResult(tuple(table), tuple(grid))
+
+
+def _read_point(part: dict[str, Any], num_prompts: int) -> tuple[str, tuple[list[str], float]]:
+    responses = part["responses"]
+    if not are_texts(responses) or len(responses) != num_prompts:
+        raise ValueError(f"`responses` is no list of {num_prompts} texts")
+    return json.dumps(part["point"]), (responses, float(part["seconds"]))
 
 
 def _points(
@@ -193,79 +196,3 @@ def _points(
         method.check_members(num_members)
         points.append((method, normalize_weights(own_weights, num_members, method.takes_weights_as_given)))
     return points
-
-
-def _search_key(ensemble: EnsembleForCausalLM, prompts: Sequence[str], options: dict[str, Any]) -> dict[str, str]:
-    """A short hash of each thing that all responses of a search depend on."""
-    settings = ensemble.generation_config.to_dict()
-    settings.pop("transformers_version", None)
-    parts: dict[str, Any] = {
-        "format": _FORMAT,
-        "members": [_describe(member) for member in ensemble._members],
-        "prompts": list(prompts),
-        "generation config": settings,
-        "options": options,
-    }
-    key = {}
-    for name, part in parts.items():
-        try:
-            text = json.dumps(part, sort_keys=True)
-        except TypeError as error:
-            raise ConfigurationError(
-                f"the {name} of this search cannot be written down, so that a state file could not be told from another "
-                f"search's: {error}. Leave out `state_file`, or give values that JSON has."
-            ) from error
-        key[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return key
-
-
-def _describe(member: Member) -> list[Any]:
-    """What makes a member another one: architecture, tokenizer, EOS ids, and a few weights of every tensor."""
-    config = member.model.config.to_json_string(use_diff=True)
-    digest = hashlib.sha256()
-    for name, weight in sorted(member.model.named_parameters()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        if weight.device.type != "meta" and weight.numel():
-            flat = weight.detach().reshape(-1)
-            sample = flat[:: max(1, len(flat) // _NUM_PROBES)][:_NUM_PROBES]
-            digest.update(json.dumps(sample.to(torch.float64).tolist()).encode())
-    description = json.loads(config)
-    for key in ("transformers_version", "_name_or_path"):
-        description.pop(key, None)
-    return [description, member.encoder.token_bytes.fingerprint, member.eos_token_ids, digest.hexdigest()]
-
-
-def _read_state(path: Path, search: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Read finished points; what a search that was killed left of a line is cut off the file."""
-    if not path.exists():
-        return {}
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    finished = {}
-    for n, line in enumerate(whole.splitlines(), start=1):
-        try:
-            entry = json.loads(line)
-            key, point = dict(entry["search"]), json.dumps(entry["point"])
-            entry["responses"], entry["seconds"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(
-                f"`state_file` {path} is no file of a search: line {n} cannot be read ({error!r}). Name another file."
-            ) from error
-        if key != search:
-            differing = [name for name in search if key.get(name) != search[name]]
-            raise ConfigurationError(
-                f"`state_file` {path} is of another search: other {', '.join(differing)}. Name another file, or delete "
-                "this one."
-            )
-        finished[point] = entry
-    if len(whole) < len(data):
-        if not whole and not data.startswith(b'{"search":'):
-            raise ConfigurationError(f"`state_file` {path} is no file of a search. Name another file.")
-        os.truncate(path, len(whole))
-    return finished
-
-
-def _add_line(path: Path, search: dict[str, str], point: str, responses: list[str], seconds: float) -> None:
-    line = {"search": search, "point": json.loads(point), "responses": responses, "seconds": round(seconds, 3)}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")

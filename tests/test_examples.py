@@ -60,3 +60,22 @@ def test_select_and_tune(members, monkeypatch, capsys, tmp_path):
     assert output.count("taken ") == 2
     assert "best: UniteConfig(top_k=" in output
     assert len(state.read_text("utf-8").splitlines()) in (2, 4)  # equal scores are uniform weights again
+
+
+@pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+def test_evaluation_sets(members, monkeypatch, capsys, tmp_path):
+    """A row for each member and method; a run that goes on finds everything done."""
+    question = {"question": "The capital?", "answer": ["Paris"]}
+    choice = {"question": "The cat sat on", "A": "the mat", "B": "Berlin", "answer": "A"}
+    for name, record in (("triviaqa_dev", question), ("piqa_dev_a", choice)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record), "utf-8")
+    (tmp_path / "triviaqa_prompt.txt").write_text("Question: The fox?\nAnswer: brown", "utf-8")
+    state = tmp_path / "state.jsonl"
+    options = [str(tmp_path), "--models", *members, "--sets", "triviaqa", "piqa", "--max-new-tokens", "2"]
+    options += ["--state-file", str(state), "--table", str(tmp_path / "table.md"), "--configurations", "GaC", "UniTE"]
+    run("evaluation_sets", options, monkeypatch)
+    lines = (tmp_path / "table.md").read_text("utf-8").splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| a", "| b", "| GaC", "| UniTE"]
+    done = state.read_bytes()
+    run("evaluation_sets", options, monkeypatch)
+    assert state.read_bytes() == done

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import EnsembleError
-from . import chat, compare, generate, inspect, select, serve
+from . import chat, compare, eval, generate, inspect, select, serve
 from .arguments import UsageError
 
-COMMANDS = (generate, chat, compare, inspect, select, serve)
+COMMANDS = (generate, chat, compare, inspect, select, eval, serve)
 """Modules of a subcommand each: `add_parser(subparsers)` adds its parser, `run(args)` runs it."""
 
 

@@ -1,5 +1,6 @@
 """The mixing weights of one call: for all rows, for each row, or decided step by step."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -73,6 +74,20 @@ class MixingWeights:
         self._num_prompts, self._copies = num_prompts, copies
         if self._rows is not None:
             self._rows = self._expanded(self._rows)
+
+    @property
+    def varies(self) -> bool:
+        """Whether they are decided step by step."""
+        return self._rows is None
+
+    def of_prompts(self, prompts: Sequence[int]) -> "MixingWeights":
+        """Those of some of the prompts, once the number of prompts is set."""
+        twin = copy.copy(self)
+        twin._num_prompts, twin._copies = len(prompts), 1
+        if self._rows is not None:
+            twin._rows = self._rows[list(prompts)]
+            twin.participants = set((twin._rows != 0).any(0).nonzero()[:, 0].tolist())
+        return twin
 
     def at(self, step: int, input_ids: Tensor) -> Tensor:
         """The weights of a step, of shape `(batch_size, num_members)`, on the CPU; the same tensor if nothing changes.

@@ -1,0 +1,198 @@
+"""Evaluation sets: what is asked, what is right, and how an answer is marked."""
+
+import json
+import os
+import re
+import string
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ..errors import ConfigurationError
+
+Kind = Literal["questions", "choices", "texts"]
+Marking = Literal["text", "number"]
+
+_PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}‘’´]")
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class Item(NamedTuple):
+    """One example of a set.
+
+    Attributes:
+        prompt: What the model reads.
+        continuations: What is scored: the first accepted answer, every choice, or the text.
+        right: Place of the right one among the continuations.
+        accepted: Accepted answers to a question; none in other kinds of sets.
+        lengths: Bytes of each choice, by which its log-probability is divided for the normalised accuracy.
+    """
+
+    prompt: str
+    continuations: tuple[str, ...]
+    right: int = 0
+    accepted: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Examples of one kind.
+
+    Attributes:
+        name: What tables call it.
+        kind: `"questions"`, `"choices"` or `"texts"`.
+        items: The examples.
+        marking: How a written answer is compared with the accepted ones: as a `"text"`, normalised, up to the end of its
+            line; or by the last `"number"` in it, up to an empty line.
+    """
+
+    name: str
+    kind: Kind
+    items: tuple[Item, ...]
+    marking: Marking = "text"
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """Where a written answer ends."""
+        return ["\n"] if self.marking == "text" else ["\n\n", "Question:"]
+
+    def is_right(self, response: str, item: Item) -> bool:
+        """Whether a response is one of the accepted answers."""
+        if self.marking == "number":
+            response = response.partition("\n\n")[0].partition("Question:")[0]
+            found = _NUMBER.findall(response)
+            wanted = {_number(_NUMBER.findall(answer)[-1]) for answer in item.accepted}
+            return bool(found) and _number(found[-1]) in wanted
+        answer = normalize_answer(response.partition("\n")[0])
+        return answer in map(normalize_answer, item.accepted)
+
+
+def normalize_answer(answer: str) -> str:
+    """Lower-case an answer, and make single spaces of its punctuation, articles and white space.
+
+    The rules are those of TriviaQA's evaluation; underscores are punctuation.
+    """
+    return " ".join(_ARTICLES.sub(" ", _PUNCTUATION.sub(" ", answer.lower())).split())
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def read_set(
+    source: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
+    *,
+    name: str | None = None,
+    worked_examples: str | os.PathLike[str] | None = None,
+    cue: str = "\nAnswer:",
+    marking: Marking = "text",
+    limit: int | None = None,
+) -> EvaluationSet:
+    """Read a set from a file of JSON lines, or from dictionaries.
+
+    All examples of a set have the same form, which says what kind it is:
+
+    - `question` and `answer` (a text, or a list of accepted ones, of which the first is scored): *questions*. The prompt
+      is "Question: …" and the cue; the answer follows after a space, or directly if the prompt ends in white space.
+    - `question`, the choices under the letters `A`, `B`, …, and in `answer` the right letter: *choices*, asked alike.
+    - `prompt` and `reference` (or `answers`): *questions* whose prompts stand as they are.
+    - `text`: *texts*; `prompt`, if given, is what precedes it.
+
+    Args:
+        source: The file or the examples.
+        name: Name of the set. Default: that of the file, without its ending.
+        worked_examples: File of worked examples that are put before every prompt, with an empty line between.
+        cue: What stands between a question and its answer.
+        marking: How written answers are compared with the accepted ones.
+        limit: Most examples; the first are taken. Default: all.
+
+    Raises:
+        ConfigurationError: If the set is empty, or an example has no known form, or another one than the first.
+    """
+    if marking not in ("text", "number"):
+        raise ConfigurationError(f"`marking` has to be 'text' or 'number', but is {marking!r}.")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise ConfigurationError(f"`limit` has to be a positive integer, but is {limit!r}.")
+    if isinstance(source, (str, os.PathLike)):
+        name = Path(source).stem if name is None else name
+        records = _read_lines(Path(source))
+    else:
+        name = "examples" if name is None else name
+        records = list(source)
+    head = ""
+    if worked_examples is not None:
+        head = _read(Path(worked_examples)).rstrip() + "\n\n"
+    kind: Kind | None = None
+    items = []
+    for n, record in enumerate(records[:limit], start=1):
+        try:
+            own_kind, item = _item(record, head, cue)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigurationError(
+                f"example {n} of {name!r} has no known form: it needs 'question' and 'answer' (with choices 'A', 'B', …, "
+                f"a letter), 'prompt' and 'reference', or 'text', but is {record!r:.200}."
+            ) from error
+        if kind not in (None, own_kind):
+            raise ConfigurationError(f"example {n} of {name!r} is of {own_kind}, but those before are of {kind}.")
+        if marking == "number" and not all(_NUMBER.search(answer) for answer in item.accepted):
+            raise ConfigurationError(
+                f"example {n} of {name!r} has an answer without a number: {item.accepted!r:.200}."
+            )
+        kind = own_kind
+        items.append(item)
+    if kind is None:
+        raise ConfigurationError(f"the set {name!r} is empty: give at least one example.")
+    return EvaluationSet(name, kind, tuple(items), marking)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}.") from error
+
+
+def _read_lines(path: Path) -> list[Any]:
+    records = []
+    for n, line in enumerate(_read(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise ConfigurationError(f"line {n} of {path} is no JSON: {error}.") from error
+    return records
+
+
+def _item(record: Mapping[str, Any], head: str, cue: str) -> tuple[Kind, Item]:
+    if "text" in record:
+        return "texts", Item(head + _text(record.get("prompt", ""), may_be_empty=True), (_text(record["text"]),))
+    is_asked = "question" in record
+    prompt = head + (f"Question: {_text(record['question'])}{cue}" if is_asked else _text(record["prompt"]))
+    space = "" if prompt[-1].isspace() else " "
+    if is_asked and "A" in record:
+        letters = [letter for letter in string.ascii_uppercase if letter in record]
+        choices = [_text(record[letter]) for letter in letters]
+        if len(choices) < 2:
+            raise ValueError("one choice only")
+        lengths = tuple(len(choice.encode()) for choice in choices)
+        continuations = tuple(space + choice for choice in choices)
+        return "choices", Item(prompt, continuations, letters.index(record["answer"]), lengths=lengths)
+    name = "answer" if is_asked else "reference" if "reference" in record else "answers"
+    accepted = _accepted(record[name])
+    return "questions", Item(prompt, (space + accepted[0],), accepted=accepted)
+
+
+def _accepted(answers: Any) -> tuple[str, ...]:
+    accepted = tuple(map(_text, [answers] if isinstance(answers, str) else answers))
+    if not accepted:
+        raise ValueError("no accepted answer")
+    return accepted
+
+
+def _text(value: Any, may_be_empty: bool = False) -> str:
+    if not isinstance(value, str) or not (value.strip() or may_be_empty):
+        raise TypeError("a text that is not empty")
+    return value

@@ -1,0 +1,138 @@
+"""Work that goes on where it was stopped: finished parts, one JSON line each, in a file that knows what they are of."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from .errors import ConfigurationError
+from .member import Member
+
+_Part = TypeVar("_Part")
+
+_NUM_PROBES = 64
+
+
+class StateFile:
+    """A file of finished parts of one piece of work.
+
+    A line is added in one go when a part is finished, and what a process that was killed left of one is cut off when the
+    file is read, so that the file always holds whole parts.
+
+    Args:
+        path: The file; made with the first part.
+        settings: What all parts depend on, as JSON values by name. Parts of other settings are refused.
+        work: What the work is called in errors.
+
+    Raises:
+        ConfigurationError: If the file cannot be written, or settings have no JSON.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any], work: str = "search"):
+        self.path = Path(path)
+        self.work = work
+        if self.path.is_dir() or not self.path.parent.is_dir():
+            raise ConfigurationError(
+                f"`state_file` {self.path} cannot be written: it is a folder, or lies in none that exists."
+            )
+        self.key = {}
+        for name, part in settings.items():
+            try:
+                self.key[name] = hash_of(part)
+            except TypeError as error:
+                raise ConfigurationError(
+                    f"the {name} of this {work} cannot be written down, so that a state file could not be told from "
+                    f"another {work}'s: {error}. Leave out `state_file`, or give values that JSON has."
+                ) from error
+
+    def read(self, parse: Callable[[dict[str, Any]], _Part]) -> list[_Part]:
+        """Return the finished parts in the order in which they were added.
+
+        Args:
+            parse: Makes of a line's JSON what is wanted; raises ValueError, KeyError or TypeError if it is damaged.
+
+        Raises:
+            ConfigurationError: If the file is of something else, or of other settings.
+        """
+        if not self.path.exists():
+            return []
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        parts: list[_Part] = []
+
+        def unreadable(n: int, error: Exception) -> ConfigurationError:
+            return ConfigurationError(
+                f"`state_file` {self.path} is no file of {_a(self.work)}: line {n} cannot be read ({error!r}). Name "
+                "another file."
+            )
+
+        for n, line in enumerate(whole.splitlines(), start=1):
+            try:
+                part = json.loads(line)
+                key = dict(part.pop(self.work))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise unreadable(n, error) from error
+            if key != self.key:
+                differing = [name for name in self.key if key.get(name) != self.key[name]]
+                raise ConfigurationError(
+                    f"`state_file` {self.path} is of another {self.work}: other {', '.join(differing)}. Name another "
+                    "file, or delete this one."
+                )
+            try:
+                parts.append(parse(part))
+            except (ValueError, KeyError, TypeError) as error:
+                raise unreadable(n, error) from error
+        if len(whole) < len(data):
+            if not whole and not data.startswith(b'{"%s":' % self.work.encode()):
+                raise ConfigurationError(f"`state_file` {self.path} is no file of {_a(self.work)}. Name another file.")
+            os.truncate(self.path, len(whole))
+        return parts
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        """Add a finished part."""
+        line = json.dumps({self.work: self.key, **part}) + "\n"
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def hash_of(value: Any) -> str:
+    """Return a short hash of a JSON value.
+
+    Raises:
+        TypeError: If the value has no JSON.
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def describe_member(member: Member) -> list[Any]:
+    """Say what makes a member another one: architecture, tokenizer, EOS ids, and a few weights of every tensor."""
+    config = member.model.config.to_json_string(use_diff=True)
+    digest = hashlib.sha256()
+    for name, weight in sorted(member.model.named_parameters()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        if weight.device.type != "meta" and weight.numel():
+            flat = weight.detach().reshape(-1)
+            sample = flat[:: max(1, len(flat) // _NUM_PROBES)][:_NUM_PROBES]
+            digest.update(json.dumps(sample.to(torch.float64).tolist()).encode())
+    description = json.loads(config)
+    for key in ("transformers_version", "_name_or_path"):
+        description.pop(key, None)
+    return [description, member.encoder.token_bytes.fingerprint, member.eos_token_ids, digest.hexdigest()]
+
+
+def describe_generation_config(model: Any) -> dict[str, Any]:
+    """The settings of a model's generation config, without the version that wrote them."""
+    config = getattr(model, "generation_config", None)
+    settings: dict[str, Any] = {} if config is None else config.to_dict()
+    settings.pop("transformers_version", None)
+    return settings

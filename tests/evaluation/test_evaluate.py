@@ -1,0 +1,245 @@
+"""Evaluations mark, compare, stop and go on, on tiny members."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from hf_ensemble import ConfigurationError, EnsembleForCausalLM, GacConfig, SweetSpanConfig
+from hf_ensemble.evaluation import Configuration, evaluate, read_set
+from tests.contracts import Recipe
+
+QUESTIONS = [
+    {"question": "The capital of France is?", "answer": ["Paris", "the"]},
+    {"question": "Who had three daughters?", "answer": "a king"},
+    {"question": "How many months are there in a year?", "answer": ["12", "twelve"]},
+]
+CHOICES = [
+    {"question": "The fox is", "A": "brown", "B": "as lazy as the dog", "answer": "A"},
+    {"question": "The cat sat on", "A": "the mat", "B": "Berlin", "C": "a king", "answer": "C"},
+]
+TEXTS = [{"text": "The rat sat on the hat.", "prompt": "The cat"}, {"text": " is best", "prompt": "This"}]
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return Recipe((("llama", "smol"), ("gemma3", "gemma"))).ensemble
+
+
+@pytest.fixture(scope="module")
+def sets():
+    named = {"questions": QUESTIONS, "choices": CHOICES, "texts": TEXTS}
+    return [read_set(records, name=name) for name, records in named.items()]
+
+
+CONFIGURATIONS = {"gac": Configuration("gac"), "first": Configuration("gac", [1, 0])}
+
+
+@pytest.fixture(scope="module")
+def whole(ensemble, sets):
+    return evaluate(ensemble, sets, configurations=CONFIGURATIONS, max_new_tokens=4)
+
+
+def test_every_measure_of_every_system(whole):
+    assert whole.is_complete
+    names = [result.system for result in whole.results[:4]]
+    assert names[2:] == ["gac", "first"]
+    measures = {(result.set_name, result.measure) for result in whole.results}
+    assert measures == {
+        ("questions", "exact match"),
+        ("questions", "bits per byte"),
+        ("choices", "accuracy"),
+        ("choices", "normalized accuracy"),
+        ("choices", "bits per byte"),
+        ("texts", "bits per byte"),
+    }
+    assert len(whole.results) == 4 * 6
+    for result in whole.results:
+        assert result.count == result.num_examples
+        assert result.estimate.low <= result.estimate.value <= result.estimate.high
+        assert result.num_without == 0
+        assert result.seconds > 0
+
+
+def test_all_the_weight_on_the_primary_is_the_primary_alone(whole):
+    primary = whole.results[0].system
+    for result in whole.results:
+        if result.system == "first":
+            alone = whole[result.set_name, result.measure, primary]
+            assert result.estimate == pytest.approx(alone.estimate, abs=1e-5)
+
+
+def test_bits_per_byte_are_those_of_score(ensemble, whole):
+    scores = ensemble.score([item["prompt"] for item in TEXTS], [item["text"] for item in TEXTS], method="gac")
+    bits = -scores.log_probs.double() / math.log(2)
+    num_bytes = torch.tensor([len(item["text"]) for item in TEXTS])
+    assert whole["texts", "bits per byte", "gac"].estimate.value == pytest.approx(
+        float(bits.sum() / num_bytes.sum()), abs=1e-5
+    )
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture
+def scripted(ensemble, monkeypatch):
+    """Scores and responses that are given, and a list of the calls."""
+    calls = []
+    log_probs = {" brown": -2.0, " as lazy as the dog": -3.0, " the mat": -9.0, " Berlin": -math.inf, " a king": -1.0}
+
+    class Scores:
+        def __init__(self, values):
+            self.log_probs = torch.tensor(values)
+
+    def score(self, prompts, continuations, *, method=None, weights=None, batch_size=8):
+        calls.append(("score", self is ensemble, list(continuations)))
+        factor = 1.0 if self is ensemble else 2.0
+        return Scores([factor * log_probs.get(text, -4.0) for text in continuations])
+
+    def run_batches(model, tokenizer, prompts, max_new_tokens, batch_size, options):
+        for start in range(0, len(prompts), batch_size):
+            batch = prompts[start : start + batch_size]
+            calls.append(("write", model is ensemble, list(batch)))
+            yield [" Twelve.\nQuestion" if "months" in prompt else " a the" for prompt in batch]
+
+    monkeypatch.setattr(EnsembleForCausalLM, "score", score, raising=False)
+    monkeypatch.setattr("hf_ensemble.evaluation.run.run_batches", run_batches)
+    return calls
+
+
+def test_the_likeliest_choice_is_right_in_two_ways(ensemble, sets, scripted):
+    result = evaluate(ensemble, sets[1], members=False)
+    assert result["choices", "accuracy", "unite"].estimate.value == 1
+    assert result["choices", "normalized accuracy", "unite"].estimate.value == 0.5
+    bits = (2 + 1) / math.log(2) / (len(" brown") + len(" a king"))
+    assert result["choices", "bits per byte", "unite"].estimate.value == pytest.approx(bits)
+    assert all(r.difference is None for r in result.results)
+    assert [len(call[2]) for call in scripted] == [5]
+
+
+def test_members_differ_by_pairs(ensemble, sets, scripted):
+    result = evaluate(ensemble, sets[1])
+    rows = [r for r in result.results if r.measure == "bits per byte"]
+    # Both members say the same, so the first is the best.
+    assert rows[0].difference is None
+    assert rows[1].difference.value == 0
+    assert rows[2].difference.value == pytest.approx(rows[2].estimate.value - rows[0].estimate.value)
+    assert rows[2].difference.high < 0
+    assert " *" in result.to_markdown().splitlines()[-1]
+
+
+def test_choices_without_probability_are_not_right(ensemble, scripted):
+    record = {"question": "Where?", "A": "Berlin", "B": "Berlin", "answer": "A"}
+    result = evaluate(ensemble, read_set([record, CHOICES[0]], name="s"), members=False)
+    accuracy = result["s", "accuracy", "unite"]
+    assert (accuracy.estimate.value, accuracy.num_without) == (0.5, 1)
+    bits = result["s", "bits per byte", "unite"]
+    assert (bits.estimate.value, bits.num_without) == (math.inf, 1)
+    assert "infinite [1 without probability]" in result.to_markdown()
+    assert "1 without probability" in str(result)
+    assert result.to_records()[-1]["value"] == "inf"
+
+
+def test_work_that_was_stopped_goes_on(ensemble, sets, scripted, tmp_path, monkeypatch):
+    state = tmp_path / "state.jsonl"
+    options = {"batch_size": 2, "state_file": state}
+    first = evaluate(ensemble, sets[:2], time_limit=1e-9, **options)
+    assert not first.is_complete
+    assert not scripted
+    assert not state.exists()
+    # After three batches the time is over.
+    ticks = iter([0.0, *[0.0, 1.0, 2.0], *[2.0, 3.0, 4.0], *[4.0, 5.0, 5.5], *[10.0] * 99])
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_ensemble.evaluation.run.time.perf_counter", lambda: next(ticks))
+        second = evaluate(ensemble, sets[:2], time_limit=6, **options)
+    assert not second.is_complete
+    assert len(scripted) == len(state.read_text("utf-8").splitlines()) == 3
+    partial = second.results[1]
+    assert (partial.count, partial.num_examples) == (2, 3)
+    assert "2 of 3" in str(second)
+    with state.open("a", encoding="utf-8") as file:
+        file.write('{"evaluation": {"form')  # killed while it wrote
+    third = evaluate(ensemble, sets[:2], **options)
+    assert third.is_complete
+    written = [prompt for kind, _, prompts in scripted if kind == "write" for prompt in prompts]
+    assert len(written) == 3 * 3
+    scripted.clear()
+    again = evaluate(ensemble, sets[:2], **options)
+    assert not scripted
+    assert [r.estimate for r in again.results] == [r.estimate for r in third.results]
+    fresh = evaluate(ensemble, sets[:2], batch_size=3)
+    assert [r.estimate for r in fresh.results] == [r.estimate for r in third.results]
+
+
+def test_configurations_and_examples_may_be_added(ensemble, sets, scripted, tmp_path):
+    state = tmp_path / "state.jsonl"
+    evaluate(ensemble, read_set(QUESTIONS[:2], name="questions"), measures=["exact match"], state_file=state)
+    scripted.clear()
+    more = {"unite": Configuration(), "gac": Configuration(GacConfig())}
+    evaluate(ensemble, sets[0], configurations=more, measures=["exact match"], state_file=state)
+    assert [len(call[2]) for call in scripted] == [1, 1, 1, 3]
+
+
+def test_spans_are_scored_once_whatever_their_length(ensemble, sets, scripted):
+    spans = {f"L = {n}": Configuration(SweetSpanConfig(span_length=n)) for n in (1, 4)}
+    result = evaluate(ensemble, sets[1], configurations=spans, members=False)
+    assert len(scripted) == 1
+    assert result["choices", "accuracy", "L = 1"].estimate == result["choices", "accuracy", "L = 4"].estimate
+
+
+def test_a_state_of_other_members_is_refused(ensemble, sets, scripted, tmp_path):
+    state = tmp_path / "state.jsonl"
+    evaluate(ensemble, sets[1], state_file=state)
+    other = Recipe((("gemma3", "gemma"), ("llama", "smol"))).ensemble
+    with pytest.raises(ConfigurationError, match="is of another evaluation: other members"):
+        evaluate(other, sets[1], state_file=state)
+    state.write_text("notes\n", "utf-8")
+    with pytest.raises(ConfigurationError, match="is no file of an evaluation"):
+        evaluate(ensemble, sets[1], state_file=state)
+    assert state.read_text("utf-8") == "notes\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sets": []}, "`sets` have to be at least one"),
+        ({"measures": ["bleu"]}, "`measures` have to be of exact match"),
+        ({"batch_size": 0}, "`batch_size` has to be a positive integer"),
+        ({"time_limit": 0}, "`time_limit` has to be a positive number"),
+        ({"configurations": {"x": Configuration("unit")}}, "unknown method 'unit'"),
+        ({"configurations": {"x": Configuration("gac", [1, 1, 1])}}, "`weights` must have one entry per member"),
+    ],
+)
+def test_bad_input_is_named_before_anything_runs(ensemble, sets, scripted, changes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        evaluate(ensemble, **{"sets": sets, **changes})
+    assert not scripted
+
+
+def test_tables_are_written_in_one_go(whole, tmp_path):
+    for ending in ("md", "txt", "csv", "json"):
+        whole.write_table(tmp_path / f"table.{ending}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["table.csv", "table.json", "table.md", "table.txt"]
+    lines = (tmp_path / "table.md").read_text("utf-8").splitlines()
+    assert len(lines) == 2 + 4
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+    assert (tmp_path / "table.txt").read_text("utf-8") == f"{whole}\n"
+    assert len(json.loads((tmp_path / "table.json").read_text("utf-8"))) == len(whole.results)
+    assert len((tmp_path / "table.csv").read_text("utf-8").splitlines()) == 1 + len(whole.results)
+    with pytest.raises(ConfigurationError, match=r"has to end in .md, .txt, .csv, .json, but is 'table.doc'"):
+        whole.write_table(tmp_path / "table.doc")
+    with pytest.raises(ConfigurationError, match="the folder does not exist"):
+        whole.write_table(tmp_path / "none" / "table.md")
+
+
+def test_plots_have_a_panel_for_each_measure(whole, tmp_path):
+    pytest.importorskip("matplotlib")
+    whole.plot(tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_bytes()
+    assert drawn.count(b"bits per byte") == 3
+    whole.plot(tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").read_bytes() == drawn
+    with pytest.raises(ConfigurationError, match=r"has to end in .svg"):
+        whole.plot(tmp_path / "plot.md")

@@ -1,0 +1,106 @@
+"""Sets of every form are read, and answers marked."""
+
+import json
+
+import pytest
+
+from hf_ensemble import ConfigurationError
+from hf_ensemble.evaluation import normalize_answer, read_set
+
+
+@pytest.mark.parametrize(
+    ("answer", "normalized"),
+    [
+        (" The Sunset  Boulevard.\n", "sunset boulevard"),
+        ("Sir Henry Campbell-Bannerman", "sir henry campbell bannerman"),
+        ("an Apple_Pie, the‘best’", "apple pie best"),
+        ("Athens", "athens"),
+        ("U.S.", "u s"),
+        ("a", ""),
+    ],
+)
+def test_answers_are_normalized(answer, normalized):
+    assert normalize_answer(answer) == normalized
+
+
+def test_questions_are_right_up_to_the_end_of_the_line():
+    (item,) = (own := read_set([{"question": "Who?", "answer": ["Exile", "An exile"]}])).items
+    assert own.kind == "questions"
+    assert item.prompt == "Question: Who?\nAnswer:"
+    assert item.continuations == (" Exile",)
+    assert own.is_right(" the exile.\nQuestion: Whose?", item)
+    assert not own.is_right(" Exiles", item)
+    assert not own.is_right("\nExile", item)
+
+
+def test_choices_and_texts():
+    record = {"question": "Which?", "A": "é", "B": "dry palms", "answer": "B"}
+    own = read_set([record])
+    assert own.kind == "choices"
+    assert own.items[0][:3] == ("Question: Which?\nAnswer:", (" é", " dry palms"), 1)
+    assert own.items[0].lengths == (2, 9)
+    own = read_set([{"text": "Once upon"}, {"text": " a time", "prompt": "Once upon"}])
+    assert own.kind == "texts"
+    assert [item[:2] for item in own.items] == [("", ("Once upon",)), ("Once upon", (" a time",))]
+
+
+def test_prompts_that_stand_as_they_are():
+    own = read_set([{"prompt": "1 + 1 =", "reference": "2"}, {"prompt": "Sum: ", "answers": ["3", "three"]}])
+    assert [item[:2] for item in own.items] == [("1 + 1 =", (" 2",)), ("Sum: ", ("3",))]
+    assert own.items[1].accepted == ("3", "three")
+
+
+def test_files_with_worked_examples_and_a_limit(tmp_path):
+    data, head = tmp_path / "trivia.jsonl", tmp_path / "head.txt"
+    records = [{"question": f"one\u2028{n}?", "answer": "1"} for n in range(3)]
+    data.write_text("\n\n".join(json.dumps(record, ensure_ascii=False) for record in records), "utf-8")
+    head.write_text("Question: zero?\nAnswer: 0\n\n", "utf-8")
+    own = read_set(data, worked_examples=head, limit=2)
+    assert own.name == "trivia"
+    assert len(own.items) == 2
+    assert own.items[1].prompt == "Question: zero?\nAnswer: 0\n\nQuestion: one\u20281?\nAnswer:"
+
+
+def test_reasoned_answers_are_marked_by_their_last_number():
+    records = [{"question": "How many?", "answer": "1 + 1199 = 1,200"}]
+    own = read_set(records, cue="\nThink.\n", marking="number")
+    assert own.items[0].prompt.endswith("\nThink.\n")
+    assert own.items[0].continuations == ("1 + 1199 = 1,200",)
+    assert own.is_right("It is 7, no, 1200.00.\n\nQuestion: 8?", own.items[0])
+    assert not own.is_right("1200, no, 7", own.items[0])
+    assert not own.is_right("none", own.items[0])
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], "the set 'examples' is empty"),
+        ([{"question": "Who?"}], "example 1 of 'examples' has no known form"),
+        ([{"question": "Who?", "answer": []}], "no known form"),
+        ([{"question": "Who?", "A": "x", "B": "y", "answer": "C"}], "no known form"),
+        ([{"question": "Who?", "A": "x", "answer": "A"}], "no known form"),
+        ([{"text": " "}], "no known form"),
+        (["Who?"], "no known form"),
+        (
+            [{"text": "x"}, {"question": "Who?", "answer": "I"}],
+            "example 2 .* is of questions, but those before are of",
+        ),
+    ],
+)
+def test_bad_examples_are_named(records, message):
+    with pytest.raises(ConfigurationError, match=message):
+        read_set(records)
+
+
+def test_bad_files_are_named(tmp_path):
+    with pytest.raises(ConfigurationError, match="none.jsonl cannot be read"):
+        read_set(tmp_path / "none.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text"', "utf-8")
+    with pytest.raises(ConfigurationError, match="line 2 of .*bad.jsonl is no JSON"):
+        read_set(tmp_path / "bad.jsonl")
+    with pytest.raises(ConfigurationError, match="answer without a number"):
+        read_set([{"question": "Who?", "answer": "I"}], marking="number")
+    with pytest.raises(ConfigurationError, match="`limit` has to be a positive integer, but is 0"):
+        read_set([{"text": "x"}], limit=0)
+    with pytest.raises(ConfigurationError, match="`marking` has to be"):
+        read_set([{"text": "x"}], marking="words")
