@@ -25,7 +25,7 @@ try:
     from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.server import build_server
     from transformers.cli.serving.transcription import TranscriptionHandler
-    from transformers.cli.serving.utils import GenerateManager, GenerationState
+    from transformers.cli.serving.utils import GenerateManager, GenerationState, _GenerationCancelled
 except (ImportError, NameError) as error:
     raise ConfigurationError(
         f'serving needs packages that are not installed ({error}): `pip install "hf_ensemble[serve]"`.'
@@ -35,13 +35,14 @@ _start: ContextVar["Future[None] | None"] = ContextVar("start", default=None)
 """In the task of a request that streams: done when its first token is there, or why there is none."""
 
 
-class _OneEnsemble(ModelManager):  # type: ignore[misc]
+class _OneEnsemble(ModelManager):
     """The stock manager with one model, which was loaded by somebody else and is never let go."""
 
     def __init__(self, ensemble: EnsembleForCausalLM, name: str):
         super().__init__(device=str(ensemble.device), model_timeout=-1)
         self.force_model = name
-        self.loaded_models[name] = TimedModel(ensemble, -1, processor=ensemble.tokenizer)
+        tokenizer: Any = ensemble.tokenizer
+        self.loaded_models[name] = TimedModel(ensemble, -1, processor=tokenizer)
 
     def process_model_name(self, model_id: str) -> str:  # type: ignore[override]
         """The name of the ensemble; others are refused."""
@@ -80,7 +81,7 @@ class _Streamer:
         pass
 
 
-class _OneManager(GenerateManager):  # type: ignore[misc]
+class _OneManager(GenerateManager):
     """The stock manager, whose streams tell errors before they begin from errors within."""
 
     def generate_streaming(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,21 +93,22 @@ class _OneManager(GenerateManager):  # type: ignore[misc]
         def generate(streamer: Any, **options: Any) -> None:
             try:
                 model.generate(streamer=_Streamer(streamer, start), **options)
+            except _GenerationCancelled:
+                raise
             except Exception as error:
                 if not start.done():
                     start.set_exception(error)
-                elif isinstance(error, MemberError):
-                    # The stock server writes it between double quotes as it is.
-                    raise MemberError(" ".join(str(error).replace("\\", "/").replace('"', "'").split())) from error
-                raise
+                # The stock server writes it between double quotes as it is.
+                raise RuntimeError(" ".join(str(error).replace("\\", "/").replace('"', "'").split())) from error
             streamer.end()
             if not start.done():
                 start.set_result(None)
 
-        return super().generate_streaming(SimpleNamespace(generate=generate), *args, **kwargs)
+        stand_in: Any = SimpleNamespace(generate=generate)
+        return super().generate_streaming(stand_in, *args, **kwargs)
 
 
-class _OneState(GenerationState):  # type: ignore[misc]
+class _OneState(GenerationState):
     def __init__(self) -> None:
         super().__init__()
         self.manager = _OneManager()
@@ -122,9 +124,11 @@ class _Requests:
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         config = super()._build_generation_config(body, *args, **kwargs)  # type: ignore[misc]
         temperature = body.get("temperature")
-        if body.get("generation_config") is None and temperature != 0:
+        if temperature == 0:
+            config.temperature = None
+        elif temperature is not None or body.get("top_p") is not None:
             # The stock server leaves it to the model, most of which decode greedily.
-            config.do_sample = bool(temperature is not None or body.get("top_p") is not None or config.do_sample)
+            config.do_sample = True
         return config
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
@@ -136,15 +140,15 @@ class _Requests:
         return response
 
 
-class _Chat(_Requests, ChatCompletionHandler):  # type: ignore[misc]
+class _Chat(_Requests, ChatCompletionHandler):
     pass
 
 
-class _Completions(_Requests, CompletionHandler):  # type: ignore[misc]
+class _Completions(_Requests, CompletionHandler):
     pass
 
 
-class _Responses(_Requests, ResponseHandler):  # type: ignore[misc]
+class _Responses(_Requests, ResponseHandler):
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request; the stock server streams unless told not to, which no client expects."""
         return await super().handle_request({"stream": False, **body}, request_id)

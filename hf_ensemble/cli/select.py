@@ -88,7 +88,7 @@ def _read_example(line: Any) -> Any:
 
 
 def _read_responses(path: str) -> Sequence[str]:
-    texts = [line.get("text") if isinstance(line, dict) else line for line in read_json_lines(path)]
+    texts: list[Any] = [line.get("text") if isinstance(line, dict) else line for line in read_json_lines(path)]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise ConfigurationError(f"{path!r} has to hold a text, or an object with a `text`, in each line.")
     return texts
@@ -105,9 +105,10 @@ def _save(args: argparse.Namespace, candidates: EnsembleForCausalLM | None, sele
                 setattr(own, name, [values[i] for i in chosen])
         ensemble = arguments.load_ensemble(own)
     else:
+        members = [candidates._members[i] for i in chosen]
         ensemble = EnsembleForCausalLM.from_members(
-            [candidates.members[i] for i in chosen],
-            [candidates.tokenizers[i] for i in chosen],
+            [member.model for member in members],
+            [member.tokenizer for member in members],
             member_configs=[candidates.config.members[i] for i in chosen],
         )
     target = Path(args.save)
