@@ -10,6 +10,7 @@ from .config import (
     SweetSpanConfig,
     UniteConfig,
 )
+from .decisions import Decision, Decisions, MemberDecision
 from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
 from .generation.likelihoods import Scores
 from .generation.logits_process import EnsembleLogitsProcessor
@@ -27,6 +28,8 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "AnchorTokens",
     "ConfigurationError",
+    "Decision",
+    "Decisions",
     "DeepenConfig",
     "EnsembleConfig",
     "EnsembleError",
@@ -35,6 +38,7 @@ __all__ = [
     "EvaConfig",
     "GacConfig",
     "MemberConfig",
+    "MemberDecision",
     "MemberError",
     "MinedConfig",
     "Scores",

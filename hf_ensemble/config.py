@@ -80,9 +80,13 @@ def check_positive_integer(name: str, value: Any) -> None:
         raise ConfigurationError(f"`{name}` has to be a positive integer, but is {value!r}.")
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _check_gate(threshold: float | None, gate: int) -> None:
-    is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
-    if threshold is not None and not (is_number and 0 <= threshold <= 1):
+    if threshold is not None and not (is_number(threshold) and 0 <= threshold <= 1):
         raise ConfigurationError(f"`threshold` has to be a probability from 0 to 1, or None, but is {threshold!r}.")
     if not isinstance(gate, int) or isinstance(gate, bool) or gate < 0:
         raise ConfigurationError(f"`gate` has to be the number of a member, from 0 on, but is {gate!r}.")
@@ -119,8 +123,7 @@ class GacConfig(MethodConfig):
         if self.alpha is not None:
             if self.space != "log":
                 raise ConfigurationError(f'`alpha` is {self.alpha!r}, but does nothing without `space="log"`.')
-            is_number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)
-            if not (is_number and 0 <= self.alpha <= 1):
+            if not (is_number(self.alpha) and 0 <= self.alpha <= 1):
                 raise ConfigurationError(f"`alpha` has to be a number from 0 to 1, or None, but is {self.alpha!r}.")
         if self.strategy not in (None, "mixture_sampling"):
             raise ConfigurationError(f"`strategy` has to be 'mixture_sampling' or None, but is {self.strategy!r}.")
@@ -222,7 +225,7 @@ class DeepenConfig(MethodConfig):
         if not isinstance(self.anchor_seed, int) or isinstance(self.anchor_seed, bool):
             raise ConfigurationError(f"`anchor_seed` has to be an integer, but is {self.anchor_seed!r}.")
         rate = self.learning_rate
-        if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0 < rate <= 1:
+        if not (is_number(rate) and 0 < rate <= 1):
             raise ConfigurationError(f"`learning_rate` has to be above 0 and at most 1, but is {rate!r}.")
         if not isinstance(self.skip_on_agreement, bool):
             raise ConfigurationError(f"`skip_on_agreement` has to be a bool, but is {self.skip_on_agreement!r}.")
@@ -281,7 +284,7 @@ class EvaConfig(MethodConfig):
         for name in ("neighbours", "top_k", "filter_top_k"):
             check_positive_integer(name, getattr(self, name))
         least = self.min_similarity
-        if not isinstance(least, (int, float)) or isinstance(least, bool) or not 0 < least < math.inf:
+        if not (is_number(least) and 0 < least < math.inf):
             raise ConfigurationError(f"`min_similarity` has to be a positive number, but is {least!r}.")
 
 
@@ -318,7 +321,7 @@ class SweetSpanConfig(MethodConfig):
                 f"{self.span_length} words."
             )
         ratio = self.filter_ratio
-        if not isinstance(ratio, (int, float)) or isinstance(ratio, bool) or not ratio >= 0:
+        if not (is_number(ratio) and ratio >= 0):
             raise ConfigurationError(f"`filter_ratio` has to be a number of at least 0, but is {ratio!r}.")
         if self.score not in get_args(SpanScore):
             raise ConfigurationError(
@@ -396,8 +399,8 @@ class MemberConfig:
     """Where one member comes from and how it is loaded."""
 
     path: str | None = None
-    """Hub id or path of the model. In a saved ensemble, a path may be relative to its folder. None: the member was
-    given as an object that came from nowhere."""
+    """Hub id or path of the model. In a saved ensemble, a path that begins with `./` lies within its folder or
+    repository. None: the member was given as an object that came from nowhere."""
 
     name: str | None = None
     """Name used in errors. Default: the last part of `path`."""
@@ -423,14 +426,24 @@ class MemberConfig:
     eos_token_id: list[int] = field(default_factory=list)
     """Ids that end a text besides those of the member's generation config."""
 
+    chat_template: str | None = None
+    """Jinja template for conversations. None: the tokenizer's own."""
+
+    system_prompt: str | None = None
+    """System turn that this member reads in place of the conversation's; empty: it reads none. None: the
+    conversation's."""
+
+    commit: str | None = field(default=None, compare=False, repr=False)
+    """Commit that was loaded from the Hub, filled in while loading. Never saved, but `revision` of what is pushed."""
+
     def __post_init__(self) -> None:
         if isinstance(self.eos_token_id, int):
             self.eos_token_id = [self.eos_token_id]
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved: everything that is set, but for `device_map`, which belongs to one machine."""
+        """What is saved: everything that is set, but for what belongs to one machine."""
         values = dataclasses.asdict(self)
-        del values["device_map"]
+        del values["device_map"], values["commit"]
         return {key: value for key, value in values.items() if value not in (None, [])}
 
 
@@ -477,4 +490,7 @@ class EnsembleConfig(PreTrainedConfig):
         values["members"] = [member.to_dict() for member in self.members]
         values["method"] = self.method.to_dict()
         values["primary_config"] = None if self.primary_config is None else self.primary_config.to_dict()
+        for part in (values, values["primary_config"] or {}):
+            # A path of this machine, or what `members` says anyway.
+            part.pop("_name_or_path", None)
         return values

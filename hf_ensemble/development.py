@@ -88,7 +88,17 @@ def _plain(text: str) -> str:
 
 
 def _plain_references(reference: str | Sequence[str]) -> list[str]:
-    return [_plain(text) for text in ([reference] if isinstance(reference, str) else reference)]
+    references = [reference] if isinstance(reference, str) else reference
+    if not are_texts(references):
+        raise ConfigurationError(
+            f"this metric compares with a text or a list of texts, but the reference is {reference!r:.200}."
+        )
+    return [_plain(text) for text in references]
+
+
+def are_texts(values: Any) -> bool:
+    """Whether a value is a list of texts."""
+    return isinstance(values, (list, tuple)) and all(isinstance(value, str) for value in values)
 
 
 def score_responses(responses: Sequence[str], examples: Sequence[Example], metric: Metric) -> float:

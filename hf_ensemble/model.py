@@ -1,14 +1,18 @@
 """Several causal language models, each with its own tokenizer, as one Hugging Face model."""
 
+import contextlib
 import copy
 import dataclasses
+import inspect
 import os
+import posixpath
 import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -24,12 +28,15 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .chat.rendering import ChatRenderer
+from .chat.tokenizer import ensemble_tokenizer
 from .compatibility import CompatibilityReport, compare_members
 from .config import (
     EnsembleConfig,
     MemberConfig,
     MethodConfig,
     SweetSpanConfig,
+    check_positive_integer,
     method_config,
     normalize_weights,
 )
@@ -37,13 +44,18 @@ from .errors import ConfigurationError, MemberError
 from .generation.likelihoods import Scores, read_pairs, score_pairs
 from .generation.logits_process import FusionProcessor, SelectionProcessor, UnpaddedPenalty
 from .generation.mixing_weights import MixingWeights, WeightsLike
+from .generation.prompts import OwnPrompts
+from .generation.recording import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
+from .generation.recording_spans import decisions_of_rounds
 from .generation.span_decoding import SpanDecoder, SpanDecoderOutput, decode_spans
 from .generation.stopping_criteria import FollowingCriteriaList
 from .generation.token_fusion import TokenFusion
-from .loading import check_members, load_members
+from .loading import HUB_OPTIONS, check_members, check_token, load_members, loaded_commit, resolve_members
 from .member import Member
 from .methods import build_method
-from .methods.base import TokenMethod, eos_ids_of
+from .methods.base import MemberMaps, TokenMethod, eos_ids_of
+from .saving import EnsembleParts, is_local, local_card, plan_push, plan_save, push_ensemble, write_ensemble
+from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
 
 _WARPERS = {
@@ -89,6 +101,9 @@ class _Call:
         self.method = method
         self.weights = weights
         self.fusion: TokenFusion | None = None
+        self.own_prompts: OwnPrompts | None = None
+        self.num_decision_entries: int | None = None
+        self.recorder: DecisionRecorder | None = None
         self.has_cache = False
 
     @property
@@ -125,7 +140,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     Attributes:
         members: The models, the primary first.
         tokenizers: Their tokenizers.
-        tokenizer: The primary's tokenizer, padding on the left.
+        tokenizer: A copy of the primary's tokenizer that pads on the left; what it renders with `apply_chat_template`,
+            every member reads in its own template.
         union_vocabulary: All members' vocabularies as one.
     """
 
@@ -154,7 +170,14 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if hasattr(primary, "hf_device_map"):
             self.hf_device_map = dict(primary.hf_device_map)
         self.tokenizers = [member.tokenizer for member in members]
-        self.tokenizer = _left_padding(members[0].tokenizer)
+        self._renderers = [_renderer(*pair) for pair in zip(members, config.members, strict=True)]
+        self.tokenizer = ensemble_tokenizer(
+            members[0].tokenizer,
+            members[0].encoder.token_bytes.control,
+            members[0].name,
+            config.members[0].chat_template,
+            config.members[0].system_prompt,
+        )
         self.union_vocabulary = UnionVocabulary([member.encoder for member in members])
         self._methods: dict[Any, TokenMethod] = {}
 
@@ -210,6 +233,11 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             beside = str(getattr(model, "name_or_path", "") or "")
             if item.tokenizer is None and tokenizer.name_or_path and tokenizer.name_or_path != beside:
                 item.tokenizer = tokenizer.name_or_path
+            if item.commit is None and item.path and not is_local(item.path):
+                # Transformers 5.17 keeps the commit with the configuration.
+                item.commit = getattr(model.config, "_commit_hash", None) or loaded_commit(
+                    item.path, posixpath.join(item.subfolder or "", "config.json"), item.revision, None
+                )
             key = (id(model), id(tokenizer), tuple(item.eos_token_id))
             if key not in known:
                 known[key] = Member(model, tokenizer, name=item.name, extra_eos_token_ids=item.eos_token_id)
@@ -243,7 +271,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 checkpoint says.
             device_map: Where the weights go, as in `transformers`: one value for all members, or a list.
             tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
-            **kwargs: Passed on to every member's loading (`token`, `cache_dir`, `attn_implementation`, …).
+            **kwargs: `revision` and `subfolder` of the ensemble; everything else (`token`, `cache_dir`, `max_memory` for
+                all members together, `attn_implementation`, …) is passed on to every member's loading.
 
         Raises:
             ConfigurationError: If a member cannot be found or is no causal language model; before any weight is read.
@@ -255,16 +284,17 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if "torch_dtype" in kwargs:
             dtype = kwargs.pop("torch_dtype")
         source = pretrained_model_name_or_path
-        hub: dict[str, Any] = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
-        folder: Path | None = None
+        hub: dict[str, Any] = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        check_token(hub.get("token"))
+        is_saved = False
         if isinstance(source, (str, os.PathLike)):
             located: dict[str, Any] = {key: kwargs.pop(key) for key in ("revision", "subfolder") if key in kwargs}
             if config is None:
                 config = _read_config(str(source), located | hub)
             if isinstance(config, EnsembleConfig):
-                folder = Path(source, located.get("subfolder") or "")
+                is_saved = True
                 saved = copy.deepcopy(config)
-                items = saved.members
+                items = resolve_members(saved.members, str(source), located, hub)
                 method = saved.method if method is None else method
                 weights = saved.weights if weights is None else weights
                 if dtype != "auto" and dtype is not None:
@@ -281,56 +311,130 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if weights is not None:
             weights = normalize_weights(weights, len(items), method.takes_weights_as_given)
         method.check_members(len(items))
-        check_members(items, folder, hub)
-        models, loaded_tokenizers = load_members(items, folder, dtype, device_map, tokenizers, kwargs)
+        configs = check_members(items, hub)
+        models, loaded_tokenizers = load_members(items, configs, dtype, device_map, tokenizers, kwargs)
         ensemble = cls.from_members(models, loaded_tokenizers, method, weights, items)
-        if folder is not None:
+        if is_saved:
             ensemble._load_generation_config(str(source), located | hub)
         return ensemble
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:  # type: ignore[override]
-        """Save the ensemble's configuration, generation configuration and the primary's tokenizer; no weights.
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        *,
+        include_members: bool = False,
+        safe_serialization: bool = True,
+        **push_options: Any,
+    ) -> None:
+        """Save the ensemble's configuration, generation configuration, the primary's tokenizer and a README.
 
-        Members are saved as references: Hub ids, or paths (relative to the folder where they lie inside it).
+        Members are saved as references (Hub ids, or paths, relative to the folder where they lie inside it) or, with
+        `include_members`, as they are now. A save that fails leaves an older one in the folder as it was.
 
         Args:
             save_directory: Folder to write to.
-            **kwargs: `push_to_hub` and its options, as in `transformers`.
+            is_main_process: Whether this process writes.
+            state_dict: Refused: members have weights of their own.
+            push_to_hub: Whether to upload the ensemble too.
+            max_shard_size: Most bytes of a file of an included member, or a size like `"5GB"`.
+            include_members: Whether to write every distinct member too, with its tokenizer, into a folder in
+                `members/`.
+            safe_serialization: Weights are always safetensors; False is refused.
+            **push_options: Options of `push_to_hub`, `repo_id` (default: the folder's name) among them.
 
         Raises:
-            ConfigurationError: If a member was given as an object that came from nowhere, or the generation
-                configuration cannot be saved. Nothing is written then.
+            ConfigurationError: If a member was given as an object that came from nowhere and is not included, cannot be
+                written or would be overwritten; if a generation configuration cannot be saved; or if an option is
+                unknown. Nothing is written then.
         """
-        folder = Path(save_directory).resolve()
-        config = copy.deepcopy(self.config)
-        for item, member in zip(config.members, self._members, strict=True):
-            if not item.path:
-                raise ConfigurationError(
-                    f"member {member.name!r} was given as an object without an id or path, so there is nothing to save "
-                    "a reference to. Save it by itself first and load the ensemble from that path."
-                )
-            path = Path(item.path)
-            if path.exists():
-                path = path.resolve()
-                item.path = str(path.relative_to(folder) if path.is_relative_to(folder) else path)
-        if config.weights is not None:
-            normalize_weights(config.weights, len(config.members), config.method.takes_weights_as_given)
-            config.weights = [float(weight) for weight in config.weights]
-        try:
-            self.generation_config.validate(strict=True)
-        except ValueError as error:
+        if state_dict is not None or not safe_serialization:
             raise ConfigurationError(
-                f"the ensemble's generation config cannot be saved: {error} Change `ensemble.generation_config` first."
-            ) from error
-        config.architectures = [type(self).__name__]
-        push_to_hub = kwargs.pop("push_to_hub", False)
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(folder)
-        self.generation_config.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+                "an ensemble takes neither `state_dict` nor `safe_serialization=False`: with `include_members=True` its "
+                "members are written with their own weights, as safetensors."
+            )
+        if push_options.get("token") is None:
+            push_options.pop("token", None)
+        known = {"repo_id", *inspect.signature(self.push_to_hub).parameters} - {"include_members", "max_shard_size"}
+        if push_options and not (push_to_hub and set(push_options) <= known):
+            raise ConfigurationError(
+                f"`save_pretrained` of an ensemble has no option {next(iter(set(push_options) - known), None)!r}."
+                if push_to_hub
+                else f"options {sorted(push_options)} do nothing without `push_to_hub=True`."
+            )
+        if not is_main_process:
+            return
+        folder = Path(save_directory).resolve()
+        if folder.is_file():
+            raise ConfigurationError(f"{str(folder)!r} is a file; an ensemble is saved to a folder.")
+        plan = plan_save(self._parts(), include_members, folder)
         if push_to_hub:
-            repo_id = kwargs.pop("repo_id", folder.name)
-            self.push_to_hub(repo_id, **kwargs)
+            repo_id = push_options.pop("repo_id", folder.name)
+            plan_push(self._parts(), include_members, HfApi(token=push_options.get("token")))
+        write_ensemble(plan, folder, max_shard_size, local_card(plan, folder, self.model_tags or ()))
+        if push_to_hub:
+            self.push_to_hub(repo_id, max_shard_size=max_shard_size, include_members=include_members, **push_options)
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        *,
+        include_members: bool = False,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        tags: str | Sequence[str] | None = None,
+    ) -> CommitInfo:
+        """Upload the ensemble to the Hub in one commit: what `save_pretrained` writes, with a README.
+
+        Members are named by their Hub ids and the commits that were loaded, or uploaded too. Nothing that belongs to
+        this machine is uploaded. A README that is in the repository already stays.
+
+        Args:
+            repo_id: Repository, made if there is none.
+            include_members: Whether to upload the members too. Needed for those that are no Hub ids.
+            commit_message: First line of the commit.
+            commit_description: Description of the commit.
+            private: Whether a new repository is private.
+            token: Token of the Hub. Default: that of `hf auth login`.
+            revision: Branch to upload to, made if there is none.
+            create_pr: Whether to propose the commit as a pull request.
+            max_shard_size: Most bytes of a file of an included member, or a size like `"5GB"`.
+            tags: More tags for the README.
+
+        Returns:
+            The commit.
+
+        Raises:
+            ConfigurationError: If a member lies on this machine and is not included, or its commit cannot be found;
+                before anything is uploaded. Otherwise as `save_pretrained`.
+            huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
+        """
+        check_token(token)
+        api = HfApi(token=token, library_name="hf_ensemble")
+        return push_ensemble(
+            plan_push(self._parts(), include_members, api),
+            api,
+            repo_id,
+            max_shard_size=max_shard_size,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            private=private,
+            revision=revision,
+            create_pr=create_pr,
+            tags=[*(self.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())],
+        )
+
+    def _parts(self) -> EnsembleParts:
+        config: Any = self.config
+        return EnsembleParts(config, self.generation_config, self._members, self.tokenizer, type(self).__name__)
 
     def _load_generation_config(self, source: str, located: dict[str, Any]) -> None:
         try:
@@ -376,6 +480,22 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             batch_size,
             **generate_options,
         )
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Render a conversation, or a batch of them, so that `generate` gives every member its own rendering.
+
+        The same as `ensemble.tokenizer.apply_chat_template`, whose arguments are those of `transformers`. The result are
+        the primary's ids; the other members read the conversation in their own templates when `generate` gets these ids.
+
+        Args:
+            conversation: Turns with `role` and `content`, or a list of such conversations.
+            **kwargs: `add_generation_prompt`, `continue_final_message`, `tools`, `padding`, `return_tensors`, …; others
+                are variables of every member's template.
+
+        Raises:
+            ConfigurationError: If the template refuses the conversation, or it holds something else than text.
+        """
+        return self.tokenizer.apply_chat_template(conversation, **kwargs)
 
     # Being a model
 
@@ -478,6 +598,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         *,
         method: str | MethodConfig | None = None,
         weights: WeightsLike | None = None,
+        member_prompts: Sequence[Any] | None = None,
+        output_decisions: bool = False,
+        num_decision_entries: int = 5,
         **kwargs: Any,
     ) -> Any:
         """Generate with all members: everything that `transformers` takes, and the method and weights of this call.
@@ -499,6 +622,12 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             weights: Mixing weights for this call: one per member; or one such list for each row of `input_ids`; or a
                 function that is called at every step with the number of steps before it and all ids so far, of shape
                 `(batch_size, length)`, and returns either.
+            member_prompts: Prompts of members' own, as plain text: one entry per member, each a text for all rows, a list
+                with one per row, or None, also in such a list, for the text of `input_ids`. The primary's entry is None,
+                unless there are no `input_ids`.
+            output_decisions: Whether to record who decided what: `decisions` of the output, a `Decisions`. Takes
+                `return_dict_in_generate=True`, and no beams.
+            num_decision_entries: Number of each member's best entries that are recorded at each decision.
             **kwargs: Generation options and the primary's inputs, as in `transformers`.
 
         Returns:
@@ -531,11 +660,17 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
             )[0]
             self._refuse_options(settings, kwargs)
+            if output_decisions:
+                _refuse_without_decisions(settings)
+                check_positive_integer("num_decision_entries", num_decision_entries)
+                call.num_decision_entries = num_decision_entries
             if call.method.greedy_only and not call.is_by_primary:
                 _refuse_all_but_greedy(settings, call.method)
             if call.is_by_spans:
                 self._refuse_options_of_spans(settings, call.has_cache, prefix_allowed_tokens_fn, synced_gpus)
+            inputs, member_prompts = self._primary_prompt(inputs, kwargs, member_prompts)
             inputs = self._prepare_inputs(inputs, kwargs)
+            call.own_prompts = OwnPrompts(self._renderers, member_prompts, 1 if inputs is None else len(inputs))
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
             processors = _CallProcessors(logits_processor or [])
@@ -553,7 +688,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             )
         except BaseException:
             if streamer is not None:
-                streamer.end()
+                # What failed is what shall be seen, also if the streamer (whose event loop may be closed) fails as well.
+                with contextlib.suppress(Exception):
+                    streamer.end()
             raise
         if call.fusion is not None and not isinstance(output, Tensor):
             if settings.output_logits:
@@ -563,6 +700,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             output["num_forwards"] = call.fusion.num_forwards
             if settings.num_beams in (None, 1):
                 output["share_ensembled"] = call.fusion.share_ensembled
+        if call.recorder is not None:
+            output["decisions"] = call.recorder.decisions(output.sequences)
         return output
 
     @torch.no_grad()
@@ -646,6 +785,18 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             if is_asked:
                 raise ConfigurationError(f"`{name}` cannot be used with method 'sweetspan': {reasons[name]}.")
 
+    def _primary_prompt(
+        self, inputs: Any, kwargs: dict[str, Any], member_prompts: Sequence[Any] | None
+    ) -> tuple[Any, Sequence[Any] | None]:
+        """Encode the primary's entry of `member_prompts` where there are no ids. Returns the ids, and what is left."""
+        has_ids = inputs is not None or kwargs.get("input_ids") is not None
+        if has_ids or not isinstance(member_prompts, (list, tuple)) or not member_prompts or member_prompts[0] is None:
+            return inputs, member_prompts
+        texts = [member_prompts[0]] if isinstance(member_prompts[0], str) else list(member_prompts[0])
+        encoded = self.tokenizer(texts, padding=len(texts) > 1, return_tensors="pt").to(self._members[0].device)
+        kwargs["attention_mask"] = encoded["attention_mask"]
+        return encoded["input_ids"], [None, *member_prompts[1:]]
+
     def _prepare_inputs(self, inputs: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Check the prompt; move padding to the left and give empty rows a start. Returns the ids."""
         ids = inputs if inputs is not None else kwargs.pop("input_ids", None)
@@ -709,15 +860,24 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if call is not None:
             copies = max(generation_config.num_beams, generation_config.num_return_sequences)
             call.weights.expand(len(kwargs["encoder_input_ids"]), copies)
-        if call is None or call.is_by_primary:
-            return super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
+        if call is None:
+            return stock
+        if call.is_by_primary:
+            if call.num_decision_entries is None:
+                return stock
+            prompt = kwargs["encoder_input_ids"].repeat_interleave(copies, dim=0)
+            mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
+            primary = self._members[0]
+            ends = eos_ids_of([primary], _ids_of(generation_config._eos_token_tensor))[0]
+            maps = MemberMaps(self.union_vocabulary, 0, ends, prompt.device)
+            call.recorder = DecisionRecorder(self._members, [maps], prompt, mask, call.num_decision_entries)
+            return LogitsProcessorList([PrimaryRecorder(call.recorder, len(self._members)), *stock])
         if call.is_by_spans:
             processors = _CallProcessors(self._processors_for_spans(stock, call.weights.participants))
             processors.call = call
             return processors
-        eos_tensor = generation_config._eos_token_tensor
-        eos_ids = [] if eos_tensor is None else eos_tensor.tolist()
+        eos_ids = _ids_of(generation_config._eos_token_tensor)
         is_beam_search = generation_config.num_beams > 1
         decides_over_union = not is_beam_search and all(type(item).__name__ in _WARPERS for item in stock)
         model_kwargs = kwargs.get("model_kwargs") or {}
@@ -731,6 +891,11 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             self._refuse_all_but_plain_sampling(generation_config, stock)
         prompt = prompt.repeat_interleave(copies, dim=0)
         method = self._method(call.method, eos_ids)
+        is_wide = decides_over_union and method.is_wide
+        if call.num_decision_entries is not None:
+            call.recorder = DecisionRecorder(
+                self._members, method.maps, prompt, mask, call.num_decision_entries, is_wide, method.reads_first_ids
+            )
         call.fusion = TokenFusion(
             self._members,
             method,
@@ -741,6 +906,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             is_wide=decides_over_union,
             runs_primary=not method.starts_from_primary and self._primary_can_wait(call, generation_config),
             keep_rows=keeps_rows,
+            own_prompts=call.own_prompts,
+            recorder=call.recorder,
         )
         first = FusionProcessor(call.fusion, is_beam_search)
         if mask is not None:
@@ -829,7 +996,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             )
         config: Any = generation_config
         prompt_length = input_ids.shape[1]
-        eos_ids = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
+        eos_ids = _ids_of(config._eos_token_tensor)
         decoder = SpanDecoder(
             self._members,
             call.weights.participants,
@@ -842,16 +1009,23 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             max_new_tokens=config.max_length - prompt_length,
             min_new_tokens=max(config.min_new_tokens or 0, (config.min_length or 0) - prompt_length),
             use_cache=config.use_cache is not False,
+            own_prompts=call.own_prompts,
         )
         pad = None if config._pad_token_tensor is None else int(config._pad_token_tensor)
         ids = decode_spans(decoder, input_ids, stopping_criteria, pad, streamer)
         if not config.return_dict_in_generate:
             return ids
-        return SpanDecoderOutput(sequences=ids, rounds=decoder.rounds)  # type: ignore[arg-type]
+        output = SpanDecoderOutput(sequences=ids, rounds=decoder.rounds)  # type: ignore[arg-type]
+        if call.num_decision_entries is not None:
+            mask = model_kwargs.get("attention_mask")
+            output["decisions"] = decisions_of_rounds(decoder, call.method, input_ids, mask, ids)
+        return output
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:  # type: ignore[override]
         call = getattr(kwargs.get("stopping_criteria"), "call", None)
         criteria = super()._get_stopping_criteria(**kwargs)  # type: ignore[misc]
+        if call is not None and call.is_by_primary and call.recorder is not None:
+            return RecordingCriteriaList(criteria, call.recorder)
         if call is None or call.fusion is None or kwargs["generation_config"].num_beams > 1:
             return criteria
         return FollowingCriteriaList(criteria, call.fusion)
@@ -912,13 +1086,33 @@ def _refuse_all_but_greedy(settings: GenerationConfig, method: MethodConfig) -> 
             )
 
 
-def _left_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer itself if it pads on the left, else a copy that does."""
-    if tokenizer.padding_side == "left":
-        return tokenizer
-    twin = copy.copy(tokenizer)
-    twin.padding_side = "left"
-    return twin
+def _renderer(member: Member, item: MemberConfig) -> ChatRenderer:
+    token_bytes = member.encoder.token_bytes
+    encoder = RenderedEncoder(token_bytes.backend, token_bytes.control, token_bytes.num_ids)
+    return ChatRenderer(
+        member.tokenizer,
+        encoder,
+        member.name,
+        item.chat_template,
+        item.system_prompt,
+        member.encoder.replace_unwritable,
+    )
+
+
+def _refuse_without_decisions(settings: GenerationConfig) -> None:
+    if not settings.return_dict_in_generate:
+        raise ConfigurationError(
+            "`output_decisions` gives `decisions` of the output object: pass `return_dict_in_generate=True` too."
+        )
+    if settings.num_beams not in (None, 1):
+        raise ConfigurationError(
+            f"`output_decisions` cannot be used with `num_beams={settings.num_beams}`: beams are chosen by the "
+            "probabilities of whole texts, so nobody decides a token. Pass `num_beams=1`."
+        )
+
+
+def _ids_of(tensor: Tensor | None) -> list[int]:
+    return [] if tensor is None else tensor.tolist()
 
 
 def _read_config(source: str, located: dict[str, Any]) -> PreTrainedConfig | None:

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config import check_positive_integer
-from .development import Metric, mean_length, read_examples, read_metric, run_members, score_responses
+from .config import check_positive_integer, is_number
+from .development import Metric, are_texts, mean_length, read_examples, read_metric, run_members, score_responses
 from .errors import ConfigurationError
 from .model import EnsembleForCausalLM
 from .tables import aligned
@@ -153,7 +153,7 @@ def select_members(
     if responses is not None:
         if mean_lengths is not None:
             raise ConfigurationError("give `responses` or `mean_lengths`, not both.")
-        if any(isinstance(texts, str) or not all(isinstance(text, str) for text in texts) for texts in responses):
+        if not all(are_texts(texts) for texts in responses):
             raise ConfigurationError("`responses` must have a list of texts for each candidate.")
         if len(responses) != len(names) or not all(map(len, responses)):
             raise ConfigurationError(
@@ -220,14 +220,17 @@ def _measure(
 def _check_limits(max_members: int | None, max_gap: float, max_length_ratio: float) -> None:
     if max_members is not None:
         check_positive_integer("max_members", max_members)
-    if not max_gap >= 0:
-        raise ConfigurationError(f"`max_gap` has to be at least 0, but is {max_gap!r}.")
-    if not max_length_ratio >= 1:
-        raise ConfigurationError(f"`max_length_ratio` has to be at least 1, but is {max_length_ratio!r}.")
+    if not (is_number(max_gap) and max_gap >= 0):
+        raise ConfigurationError(f"`max_gap` has to be a number of at least 0, but is {max_gap!r}.")
+    if not (is_number(max_length_ratio) and max_length_ratio >= 1):
+        raise ConfigurationError(f"`max_length_ratio` has to be a number of at least 1, but is {max_length_ratio!r}.")
 
 
 def _figures(name: str, values: Sequence[float], count: int) -> list[float]:
-    figures = [float(value) for value in values]
+    try:
+        figures = [float(value) for value in values]
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"`{name}` must be numbers, one per candidate, but are {values!r:.200}.") from None
     if len(figures) != count:
         raise ConfigurationError(f"`{name}` must have one entry per candidate: got {len(figures)} for {count}.")
     if not all(map(math.isfinite, figures)):

@@ -3,14 +3,16 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .errors import ConfigurationError
 from .member import Member
+
+_Part = TypeVar("_Part")
 
 _NUM_PROBES = 64
 
@@ -47,8 +49,11 @@ class StateFile:
                     f"another {work}'s: {error}. Leave out `state_file`, or give values that JSON has."
                 ) from error
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self, parse: Callable[[dict[str, Any]], _Part]) -> list[_Part]:
         """Return the finished parts in the order in which they were added.
+
+        Args:
+            parse: Makes of a line's JSON what is wanted; raises ValueError, KeyError or TypeError if it is damaged.
 
         Raises:
             ConfigurationError: If the file is of something else, or of other settings.
@@ -57,23 +62,30 @@ class StateFile:
             return []
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
-        parts = []
+        parts: list[_Part] = []
+
+        def unreadable(n: int, error: Exception) -> ConfigurationError:
+            return ConfigurationError(
+                f"`state_file` {self.path} is no file of {_a(self.work)}: line {n} cannot be read ({error!r}). Name "
+                "another file."
+            )
+
         for n, line in enumerate(whole.splitlines(), start=1):
             try:
                 part = json.loads(line)
                 key = dict(part.pop(self.work))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigurationError(
-                    f"`state_file` {self.path} is no file of {_a(self.work)}: line {n} cannot be read ({error!r}). Name "
-                    "another file."
-                ) from error
+                raise unreadable(n, error) from error
             if key != self.key:
                 differing = [name for name in self.key if key.get(name) != self.key[name]]
                 raise ConfigurationError(
                     f"`state_file` {self.path} is of another {self.work}: other {', '.join(differing)}. Name another "
                     "file, or delete this one."
                 )
-            parts.append(part)
+            try:
+                parts.append(parse(part))
+            except (ValueError, KeyError, TypeError) as error:
+                raise unreadable(n, error) from error
         if len(whole) < len(data):
             if not whole and not data.startswith(b'{"%s":' % self.work.encode()):
                 raise ConfigurationError(f"`state_file` {self.path} is no file of {_a(self.work)}. Name another file.")

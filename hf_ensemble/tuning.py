@@ -12,7 +12,7 @@ from typing import Any
 from transformers.utils import logging
 
 from .config import MethodConfig, method_config, normalize_weights
-from .development import Metric, read_examples, read_metric, run_batches, score_responses
+from .development import Metric, are_texts, read_examples, read_metric, run_batches, score_responses
 from .errors import ConfigurationError
 from .model import EnsembleForCausalLM
 from .state_file import StateFile, describe_generation_config, describe_member
@@ -130,7 +130,7 @@ def tune_method(
             "options": {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **generate_options},
         }
         state = StateFile(state_file, settings)
-        finished = {json.dumps(part["point"]): (part["responses"], part["seconds"]) for part in state.read()}
+        finished = dict(state.read(lambda part: _read_point(part, len(read))))
 
     table = []
     with logging.tqdm(total=len(points) * len(read), desc="tuning", unit="prompt") as bar:
@@ -161,6 +161,13 @@ def tune_method(
             score = score_responses(responses, read, measure)
             table.append(TuningPoint(point_method, tuple(point_weights), score, seconds, tuple(responses)))
     return TuningResult(tuple(table), tuple(grid))
+
+
+def _read_point(part: dict[str, Any], num_prompts: int) -> tuple[str, tuple[list[str], float]]:
+    responses = part["responses"]
+    if not are_texts(responses) or len(responses) != num_prompts:
+        raise ValueError(f"`responses` is no list of {num_prompts} texts")
+    return json.dumps(part["point"]), (responses, float(part["seconds"]))
 
 
 def _points(

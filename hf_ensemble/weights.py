@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .config import is_number
 from .errors import ConfigurationError, MemberError
-from .generation.prompts import read_prompts
+from .generation.prompts import OwnPrompts, read_prompts
 from .member import Member, MemberState, PlainContext
 from .model import EnsembleForCausalLM
 from .vocabulary.token_bytes import NO_TOKEN
@@ -65,6 +66,7 @@ def packllm_weights(
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
     token_type_ids: Any = None,
+    member_prompts: Sequence[Any] | None = None,
 ) -> Tensor:
     """Weigh members by how well each predicts the prompt, once a prompt and row.
 
@@ -80,6 +82,7 @@ def packllm_weights(
         attention_mask: 1 for ids of the prompt and 0 for padding, of the same shape.
         temperature: τ; the higher, the more alike the weights.
         token_type_ids: Not read; accepted so that a tokenizer's whole output can be passed on.
+        member_prompts: Prompts of members' own, as in `generate`.
 
     Returns:
         Weights of shape `(batch_size, num_members)`, each row of sum 1, in float32 on the device of `input_ids`.
@@ -93,14 +96,15 @@ def packllm_weights(
         Mavromatis et al., "Pack of LLMs: Model Fusion at Test-Time via Perplexity Optimization"
         (https://arxiv.org/abs/2404.11531).
     """
-    if not 0 < temperature < math.inf:
+    if not (is_number(temperature) and 0 < temperature < math.inf):
         raise ConfigurationError(f"`temperature` has to be a positive number, but is {temperature!r}.")
     options: dict[str, Any] = {"attention_mask": attention_mask}
     ids = ensemble._prepare_inputs(input_ids, options)
     if ids is None:
         raise ConfigurationError("`input_ids` must be given: the weights depend on the prompt.")
     members = ensemble._members
-    prompts = read_prompts(members, range(len(members)), "retokenize", ids, options["attention_mask"])
+    own = OwnPrompts(ensemble._renderers, member_prompts, len(ids))
+    prompts = read_prompts(members, range(len(members)), "retokenize", ids, options["attention_mask"], own)
     losses = []
     for index, member in enumerate(members):
         rows = [context.ids for context in prompts.contexts[index]] if index else prompts.ids

@@ -75,7 +75,7 @@ class ReferenceDeepen(Reference):
             raise ValueError(f"Unknown variant {variant!r}.")
         self.variant, self.learning_rate, self.num_steps = variant, learning_rate, num_steps
         self.support, self.skip_on_agreement = support, skip_on_agreement
-        self.embeddings = [m.model.get_input_embeddings().weight.detach().double() for m in self.members]
+        self.embeddings = [m.model.get_input_embeddings().weight.detach().double().cpu() for m in self.members]
         self.live_ids = [self._find_live_ids(index) for index in range(len(self.members))]
         self.anchors = self._draw_anchors(num_anchors, anchor_seed)
 

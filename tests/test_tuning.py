@@ -188,6 +188,16 @@ def test_a_file_that_is_no_state_is_left_alone(ensemble, tmp_path, content):
     assert state.read_text("utf-8") == content
 
 
+@pytest.mark.parametrize("damaged", ["text", [1, 2], ["one"], None])
+def test_responses_that_are_damaged_are_named(ensemble, tmp_path, damaged):
+    state = tmp_path / "s"
+    tune_method(ensemble, EXAMPLES, length, GRID, max_new_tokens=1, state_file=state)
+    line, *others = state.read_text("utf-8").splitlines(keepends=True)
+    state.write_text(json.dumps(json.loads(line) | {"responses": damaged}) + "\n" + "".join(others), "utf-8")
+    with pytest.raises(ConfigurationError, match="line 1 cannot be read .*`responses` is no list of"):
+        tune_method(ensemble, EXAMPLES, length, GRID, max_new_tokens=1, state_file=state)
+
+
 def test_nothing_of_the_ensemble_and_no_random_number_is_used_up(ensemble, tmp_path):
     before = torch.random.get_rng_state(), json.dumps(ensemble.config.to_dict(), default=str)
     tune_method(ensemble, EXAMPLES, length, GRID, max_new_tokens=2, state_file=tmp_path / "s")

@@ -167,7 +167,7 @@ def test_generate_takes_them_row_by_row(method):
         assert alone[0, ids.shape[1] :].tolist() == together[row, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("temperature", [0, -1, math.inf, math.nan])
+@pytest.mark.parametrize("temperature", [0, -1, math.inf, math.nan, "1", None, True])
 def test_temperature_has_to_be_positive(temperature):
     inputs = padded(ENSEMBLE.ensemble, PROMPTS[:1])
     with pytest.raises(ConfigurationError, match="`temperature` has to be a positive number"):

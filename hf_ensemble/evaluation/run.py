@@ -151,10 +151,8 @@ def evaluate(
             "generation config": [describe_generation_config(model) for model in (ensemble, *ensemble.members)],
         }
         state = StateFile(state_file, settings, work="evaluation")
-        for part in state.read():
-            each = part["seconds"] / len(part["outcomes"])
-            known = kept.setdefault(hash_of(part["label"]), {})
-            known |= {key: (outcome, each) for key, outcome in part["outcomes"].items()}
+        for label, known in state.read(_read_part):
+            kept.setdefault(label, {}).update(known)
 
     jobs = [
         (evaluation_set, work, runner)
@@ -212,6 +210,13 @@ class _Clock:
         seconds = time.perf_counter() - began
         self.longest = max(self.longest, seconds)
         return batch, seconds
+
+
+def _read_part(part: dict[str, Any]) -> tuple[str, dict[str, tuple[Any, float]]]:
+    """The label of a finished part; and for each of its examples the outcome and its share of the seconds."""
+    outcomes = dict(part["outcomes"])
+    each = float(part["seconds"]) / max(1, len(outcomes))
+    return hash_of(part["label"]), {key: (outcome, each) for key, outcome in outcomes.items()}
 
 
 def _works(evaluation_set: EvaluationSet, measures: Collection[str]) -> list[Work]:

@@ -69,10 +69,10 @@ def split_texts(tokenizer: PreTrainedTokenizerBase, primary: Member, prompt: str
     continuation = prompt[len(kept) :] + continuation
     num_bytes = len(continuation.encode("utf-8", "replace"))
     if not kept:
-        start, ids = _start_ids(primary), _encode(tokenizer, primary, continuation, starts=False)
+        start, ids = _start_ids(primary), encode_text(tokenizer, primary, continuation, starts=False)
         return Pair(start, ids[len(start) :] if ids[: len(start)] == start else ids, num_bytes)
-    prompt_ids = _encode(tokenizer, primary, kept)
-    ids = _encode(tokenizer, primary, kept + continuation)[len(prompt_ids) :]
+    prompt_ids = encode_text(tokenizer, primary, kept)
+    ids = encode_text(tokenizer, primary, kept + continuation)[len(prompt_ids) :]
     if not ids:
         raise ConfigurationError(
             f"the continuation {continuation!r:.80} has no token of its own for the primary {primary.name!r}: after "
@@ -81,10 +81,17 @@ def split_texts(tokenizer: PreTrainedTokenizerBase, primary: Member, prompt: str
     return Pair(prompt_ids, ids, num_bytes)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, primary: Member, text: str, starts: bool = True) -> list[int]:
+def encode_text(tokenizer: PreTrainedTokenizerBase, primary: Member, text: str, starts: bool = True) -> list[int]:
+    """Encode text with the primary's tokenizer.
+
+    Args:
+        tokenizer: The primary's tokenizer.
+        primary: The primary.
+        text: The text; control tokens that it spells are read as such.
+        starts: Whether the primary's BOS rule holds, as it does at the start of a text that does not spell its BOS.
+    """
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     prefix = primary.encoder.prefix_ids
-    # A text that spells its BOS, as chat templates do, has it already.
     return [*prefix, *ids] if starts and ids[: len(prefix)] != prefix else ids
 
 
@@ -213,7 +220,7 @@ class _Batch:
         self._pairs = pairs
         self._numbers = numbers
         self._num_steps = [len(pair.continuation) for pair in pairs]
-        ids, mask = _padded([pair.prompt for pair in pairs])
+        ids, mask = padded_left([pair.prompt for pair in pairs])
         self._plans = self._plans_of(weights, ids)  # (1 or num_steps, B, M)
         running = weights.participants | ({0} if method.starts_from_primary else set())
         running |= set() if self._gate is None else {self._gate[0]}
@@ -378,7 +385,7 @@ def _score_spans(
     members: Sequence[Member], participants: Collection[int], pairs: Sequence[Pair], numbers: Sequence[int]
 ) -> list[tuple[float, bool]]:
     """The mean over the members of each one's log-probability of the continuation in its own ids."""
-    ids, mask = _padded([pair.prompt for pair in pairs])
+    ids, mask = padded_left([pair.prompt for pair in pairs])
     prompts = read_prompts(members, participants, "append", ids, mask)
     found: list[list[tuple[float, bool]]] = [[] for _ in pairs]
     for index in sorted(participants):
@@ -481,7 +488,7 @@ def _check_positions(
                 )
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+def padded_left(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Rows padded on the left with 0, and 1 for what is no padding, each of shape `(num_rows, longest)`."""
     width = max(map(len, rows))
     missing = [width - len(row) for row in rows]

@@ -23,7 +23,7 @@ from ..methods.sweetspan import SpanChoice, choose_span, span_score
 from ..vocabulary.context import MemberContext
 from ..vocabulary.encoding import split_begun_character
 from ..vocabulary.token_bytes import CONTROL, NO_TOKEN, TEXT
-from .prompts import expand_prompts, read_prompts, warn_of_losses
+from .prompts import OwnPrompts, expand_prompts, read_prompts, warn_of_losses
 from .stopping_criteria import SpanStoppingCriteria
 
 
@@ -145,9 +145,12 @@ class SpanDecoder:
         max_new_tokens: Number of ids after which a row needs no more.
         min_new_tokens: Number of the primary's ids before which no text may end.
         use_cache: Whether members keep caches.
+        own_prompts: What members read in place of the text of the prompt ids.
 
     Attributes:
         rounds: The rounds of each row so far.
+        num_ids: For each row, how many of the primary's ids each round comes to.
+        end_ids: The primary's control tokens that end a text.
     """
 
     def __init__(
@@ -163,17 +166,18 @@ class SpanDecoder:
         max_new_tokens: int,
         min_new_tokens: int,
         use_cache: bool,
+        own_prompts: OwnPrompts | None = None,
     ):
         self.members = list(members)
         self.config = config
         self._encoder = members[0].encoder
         self._eos_ids = [list(ids) for ids in eos_ids]
-        self._end_ids = [i for i in eos_ids[0] if members[0].is_control(i)]
+        self.end_ids = [i for i in eos_ids[0] if members[0].is_control(i)]
         self._processors = processors
         self._do_sample = do_sample
         self._max_new = max_new_tokens
         self._min_new = min_new_tokens
-        prompts = read_prompts(members, participants, "append", prompt_ids, prompt_mask)
+        prompts = read_prompts(members, participants, "append", prompt_ids, prompt_mask, own_prompts)
         contexts = dict(prompts.contexts)
         if 0 in participants:
             contexts = {0: [MemberContext.of_ids(self._encoder, ids) for ids in prompts.ids], **contexts}
@@ -190,6 +194,7 @@ class SpanDecoder:
         self._queues: list[deque[int]] = [deque() for _ in self._rows]
         self._num_decided = [0] * len(self._rows)
         self._warned_lossy: set[int] = set()
+        self.num_ids: list[list[int]] = [[] for _ in self._rows]
         self.rounds: list[list[SpanRound]] = [[] for _ in self._rows]
         self._keep([place for place in range(len(self._rows)) if self._has_room(place)])
         warn_of_losses(self.members, self._contexts, self._warned_lossy)
@@ -200,6 +205,10 @@ class SpanDecoder:
         while any(not self._queues[row] for row in self._rows):
             self.decide_round()
         return [queue.popleft() if alive and queue else None for alive, queue in zip(live, self._queues, strict=True)]
+
+    def num_written(self) -> list[int]:
+        """Return for each row how many ids `next_ids` has handed out."""
+        return [sum(counts) - len(queue) for counts, queue in zip(self.num_ids, self._queues, strict=True)]
 
     def decide_round(self) -> None:
         """Decide one more span in every row that takes part: propose, score, choose, append."""
@@ -329,7 +338,7 @@ class SpanDecoder:
             SpanCandidate(data, has_eos, tuple(members))
             for (data, has_eos), members in proposers.items()
             if (0 in members or self._encoder.encode(data) is not None)
-            and (self._end_ids or not has_eos)
+            and (self.end_ids or not has_eos)
             and not self._ends_too_early(place, data)
         ]
         if not proposers:
@@ -345,7 +354,7 @@ class SpanDecoder:
     def _no_candidate(self, place: int, proposed: Iterable[tuple[bytes, bool]]) -> MemberError:
         row, primary = self._rows[place], self.members[0].name
         texts = [(data.decode("utf-8", "replace"), has_eos) for data, has_eos in proposed]
-        if texts and texts[0][1] and not self._end_ids:
+        if texts and texts[0][1] and not self.end_ids:
             reason = f"the primary {primary!r} has no id that ends a text. Pass `eos_token_id`."
         elif texts:
             reason = (
@@ -528,8 +537,9 @@ class SpanDecoder:
                 self._begun[row] = b""
             if winner.has_eos:
                 best = readings[0][place][number].eos_id if 0 in readings else None
-                ids = [*ids, self._end_ids[0] if best is None else best]
+                ids = [*ids, self.end_ids[0] if best is None else best]
             self._queues[row].extend(ids)
+            self.num_ids[row].append(len(ids))
             self._num_decided[row] += len(ids)
             if not winner.has_eos and self._num_decided[row] < self._max_new and self._has_room(place):
                 kept.append(place)

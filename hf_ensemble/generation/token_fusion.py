@@ -16,7 +16,8 @@ from ..methods.captured import CapturedMix
 from ..mixing import fold
 from ..vocabulary.context import MemberContext
 from .mixing_weights import MixingWeights
-from .prompts import expand_prompts, read_prompts, warn_of_losses
+from .prompts import OwnPrompts, expand_prompts, read_prompts, warn_of_losses
+from .recording import DecisionRecorder
 
 
 class TokenFusion:
@@ -39,6 +40,8 @@ class TokenFusion:
         is_wide: Whether the decision is made over the union vocabulary.
         runs_primary: Whether the primary runs here, where it is needed, instead of in the decoding loop at every step.
         keep_rows: Whether to keep the rows of `scores` and `logits` that `generate` returns.
+        own_prompts: What members read in place of the text of the prompt ids.
+        recorder: What records the decisions; None if nothing does.
 
     Attributes:
         states: The state of each member that runs here, by member index.
@@ -56,6 +59,8 @@ class TokenFusion:
         is_wide: bool,
         runs_primary: bool = False,
         keep_rows: bool = False,
+        own_prompts: OwnPrompts | None = None,
+        recorder: DecisionRecorder | None = None,
     ):
         self.members = list(members)
         self.method = method
@@ -65,6 +70,8 @@ class TokenFusion:
         self._mix = CapturedMix(method)
         self.is_wide = is_wide and method.is_wide
         self.keep_rows = keep_rows
+        self._recorder = recorder
+        self._closed: set[int] = set()
         self.logits_rows: list[Tensor] = []
         self.scores_rows: list[Tensor] = []
         self.num_steps = 0
@@ -87,7 +94,7 @@ class TokenFusion:
         self._normalizers: Tensor | None = None
         self._warned_control: set[int] = set()
         participants = weights.participants if self._gate is None else weights.participants | {self._gate[0]}
-        prompts = read_prompts(members, participants, method.resync, prompt_ids, prompt_mask)
+        prompts = read_prompts(members, participants, method.resync, prompt_ids, prompt_mask, own_prompts)
         self._prompt_of_row: list[int] | None = prompts.prompt_of_row
         self._lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
         contexts = dict(prompts.contexts)
@@ -144,6 +151,9 @@ class TokenFusion:
         fused = mixed.logprobs if self.is_wide else self.folded(mixed.logprobs)
         if self.keep_rows:
             self.logits_rows.append(self.folded(fused))
+        if self._recorder is not None:
+            queued = [row for row in self._live if self.is_wide and self._queues[row]]
+            self._recorder.take(logits, fused, plan, needed, self._closed if self._gate else None, queued)
         return fused + (weights * self._normalizers).sum(-1, keepdim=True) if normalize else fused
 
     def _plan(self, logits: list[Tensor | None]) -> Tensor:
@@ -169,9 +179,9 @@ class TokenFusion:
             drawn = torch.multinomial(plan[deciding], 1)[:, 0]
             plan = plan.clone()
             plan[deciding] = torch.eye(len(self.members))[drawn]
-        closed: set[int] = set()
+        self._closed = closed = set()
         if self._gate is not None and deciding:
-            closed = self._closed_rows(deciding, logits)
+            self._closed = closed = self._closed_rows(deciding, logits)
             plan = plan.clone()
             plan[list(closed)] = torch.eye(len(self.members))[self._gate[0]]
         for row in deciding:
@@ -326,12 +336,14 @@ class TokenFusion:
         for row in self._live:
             if not ends[row]:
                 self._follow(row, ids[row], chosen[row])
-        self._chosen = None
         full = self._rows_without_room(ends)
         self._drop([row for row in self._live if ends[row] or row in full])
-        if not full:
-            return done
-        return done | torch.tensor([row in full for row in range(batch_size)], device=done.device)
+        if full:
+            done = done | torch.tensor([row in full for row in range(batch_size)], device=done.device)
+        if self._recorder is not None:
+            self._recorder.choose(last if self._chosen is None else self._chosen, done)
+        self._chosen = None
+        return done
 
     def follow_beams(self, input_ids: Tensor) -> bool:
         """Let the contexts follow rows that may have moved: each continues the row whose ids it extends by one.

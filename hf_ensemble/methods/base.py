@@ -98,6 +98,8 @@ class TokenMethod(ABC):
     is_wide: bool
     is_capturable: bool = True
     """Whether `mix` does the same kernels at every step, with no look at the host, so that a CUDA graph can hold it."""
+    reads_first_ids: bool = False
+    """Whether an entry that a member lacks counts as the first id with which it would write it."""
     starts_from_primary: bool = False
     """Whether `mix` needs the primary's logits even where the primary's weight is 0."""
 

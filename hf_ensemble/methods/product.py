@@ -37,6 +37,7 @@ class ProductOfExperts(TokenMethod):
 
     resync: Resync = "append"
     is_wide = True
+    reads_first_ids = True
 
     def __init__(
         self,

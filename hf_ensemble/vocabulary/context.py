@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from .encoding import ByteEncoder, split_begun_character
+from .token_bytes import CONTROL
 
 Resync = Literal["append", "retokenize"]
 
@@ -52,6 +53,21 @@ class MemberContext:
         """Make a context whose prompt is given as the member's own ids; it grows by `append`."""
         context = cls(encoder, "append", b"")
         context.ids = list(ids)
+        return context
+
+    @classmethod
+    def of_rendering(cls, encoder: ByteEncoder, resync: Resync, ids: Sequence[int]) -> "MemberContext":
+        """Make a context whose prompt is a conversation, as the member's own template and ids render it."""
+        context = cls.of_ids(encoder, ids)
+        if resync == "retokenize":
+            context.resync = resync
+            kinds = encoder.token_bytes.kinds
+            last_control = max((n for n, i in enumerate(ids) if kinds[i] == CONTROL), default=-1)
+            context._num_frozen = last_control + 1
+            rest = encoder.token_bytes.write(ids[last_control + 1 :])
+            context._tail, context._begun = split_begun_character(rest)
+            context._at_start = False
+            context._retokenize()
         return context
 
     def write(self, data: bytes) -> None:

@@ -136,6 +136,11 @@ class ByteEncoder:
             ids += self.encode_context(text) if text else self._replace_missing(invalid)
         return ids
 
+    def replace_unwritable(self, text: str) -> str:
+        """Put U+FFFD in place of every character that this tokenizer would lose."""
+        missing = self._unwritable_chars(text) if self._missing_bytes else ()
+        return text.translate({ord(char): _REPLACEMENT for char in missing})
+
     def byte_tokens(self, data: bytes) -> list[int] | None:
         """Encode bytes as one token a byte, or None if this tokenizer lacks one of them."""
         ids = [self._byte_ids.get(b) for b in data]

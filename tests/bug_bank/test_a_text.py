@@ -5,7 +5,7 @@
 | A2 | here; `vocabulary/test_encoding.py` (the space sign of a user) |
 | A4 | here; `vocabulary/test_encoding.py` (canonical ids, literal byte tokens) |
 | A5 | here; `vocabulary/test_encoding.py` (no space is inserted) |
-| A6 | here for (a) and (c); (b) waits for chat templates |
+| A6 | here for (a) and (c); `test_conversations.py` for (b) |
 | A7 | here |
 | A8 | here; `vocabulary/test_encoding.py` (normalizers) |
 | A9 | here; `vocabulary/test_token_bytes.py` (padded rows, holes) |

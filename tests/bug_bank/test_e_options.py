@@ -6,13 +6,13 @@
 | E2 | here |
 | E3 | here |
 | E4 | here; `test_generate.py` (what cannot work is refused by name) |
-| E5 | here for plain text; chat input waits |
-| E6 | here for plain text; chat input waits |
+| E5 | here for plain text; `test_conversations.py` for conversations |
+| E6 | here for plain text; `test_conversations.py` for conversations |
 | E7 | here; `test_generate.py` (returned sequences stand together by prompt) |
 | E8 | here; `test_generate.py` (a penalty acts as on the model itself) |
-| E10 | here; `test_generate.py` (streams); spans wait |
+| E10 | here; `test_generate.py` (streams); `test_streaming.py` (spans, event loops, failures) |
 | E11 | refused when building: `test_member.py`, and `test_i_errors.py` from a path |
-| E12 | waits for chat templates |
+| E12 | `test_conversations.py` |
 | E13 | here; `test_generate.py` (warpers and frequencies) |
 | E14 | here |
 """

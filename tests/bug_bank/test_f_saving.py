@@ -6,7 +6,7 @@
 | F2 | here, in a process of its own; pushing to the Hub waits |
 | F4 | here; weights are saved only once bundling exists |
 | F5 | here; `test_generate.py` (members may have unlike dtypes) |
-| F6 | here; chat templates and GGUF wait |
+| F6 | here; `test_conversations.py` (templates); GGUF waits |
 | F7 | here; single fields of a member's model config cannot be overridden yet |
 """
 
@@ -137,7 +137,7 @@ def test_a_moved_folder_with_its_members_inside_still_loads(tmp_path):
     for cls in (EnsembleForCausalLM, AutoModelForCausalLM):
         assert output_ids(cls.from_pretrained(tmp_path / "there"), "The cat", max_new_tokens=3) == expected
     config = json.loads((tmp_path / "there" / "config.json").read_text())
-    assert [member["path"] for member in config["members"]] == ["member-0", "member-1"]
+    assert [member["path"] for member in config["members"]] == ["./member-0", "./member-1"]
 
 
 # --- F2 -------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 | H2 | here, on the CPU |
 | H3 | `test_gpu.py` |
 | H5 | `vocabulary/test_context.py` (a long text costs the same at every step); timings are in the benchmarks |
-| H6 | here; `test_generate.py` (two threads) |
+| H6 | here; `test_generate.py` (two threads); `test_conversations.py`, `test_streaming.py` |
 """
 
 import threading

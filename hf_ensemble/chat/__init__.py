@@ -1,0 +1,1 @@
+"""Conversations: what each member reads of one."""

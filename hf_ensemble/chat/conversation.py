@@ -1,0 +1,165 @@
+"""A conversation, as it was given: what every member renders in its own way."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from ..errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation and how it is to be rendered. It shares nothing with what the user gave.
+
+    Attributes:
+        messages: The turns: dictionaries with `role` and `content`, a text or text parts, and whatever else.
+        tools: JSON schemas of the tools, None for none.
+        documents: Documents for retrieval templates, None for none.
+        variables: Other variables of the templates.
+        add_generation_prompt: Whether the beginning of an assistant's turn follows.
+        continue_final_message: Whether the last turn stays open; or the name of its field that does.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    documents: list[Any] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = False
+    continue_final_message: bool | str = False
+
+    def with_strings(self, change: Callable[[str], str]) -> "Conversation":
+        """The same with every text in it changed; names of fields and of special tokens are none."""
+        variables = {
+            key: value if key.endswith("_token") else _map_strings(value, change)
+            for key, value in self.variables.items()
+        }
+        return dataclasses.replace(
+            self,
+            messages=_map_strings(self.messages, change),
+            tools=_map_strings(self.tools, change),
+            documents=_map_strings(self.documents, change),
+            variables=variables,
+        )
+
+    def with_system_prompt(self, text: str | None) -> "Conversation":
+        """The same with this system turn in place of its own; without one if it is empty. None: its own."""
+        if text is None:
+            return self
+        rest = self.messages[1:] if self.messages[0]["role"] == "system" else self.messages
+        turn = [{"role": "system", "content": text}] if text else []
+        return dataclasses.replace(self, messages=[*turn, *rest])
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the content of a turn is a list of parts."""
+        return any(isinstance(message.get("content"), list) for message in self.messages)
+
+    def with_joined_parts(self) -> "Conversation":
+        """The same with a turn's text parts joined, with nothing between them."""
+        messages = []
+        for message in self.messages:
+            content = message.get("content")
+            if isinstance(content, list):
+                message = {**message, "content": "".join(part["text"] for part in content)}
+            messages.append(message)
+        return dataclasses.replace(self, messages=messages)
+
+    @property
+    def has_system(self) -> bool:
+        """Whether it has a system turn."""
+        return any(message["role"] == "system" for message in self.messages)
+
+    def with_folded_system(self) -> "Conversation":
+        """The same with every system turn put in front of the next user turn, a blank line between them."""
+        messages: list[dict[str, Any]] = []
+        waiting: list[str] = []
+        for message in self.with_joined_parts().messages:
+            if message["role"] == "system":
+                waiting.append(message["content"])
+            elif message["role"] == "user" and waiting:
+                messages.append({**message, "content": "\n\n".join([*waiting, message["content"]])})
+                waiting = []
+            else:
+                messages.append(message)
+        if waiting:
+            messages.append({"role": "user", "content": "\n\n".join(waiting)})
+        return dataclasses.replace(self, messages=messages)
+
+
+def read_conversations(conversation: Any, tools: Any, **options: Any) -> tuple[list[Conversation], bool]:
+    """Read one conversation or a batch of them.
+
+    Args:
+        conversation: Turns, or a list of such conversations; each may also be an object with `messages`.
+        tools: JSON schemas, or functions with type hints and a docstring.
+        **options: The other fields of `Conversation`.
+
+    Returns:
+        The conversations, and whether it was a batch.
+
+    Raises:
+        ConfigurationError: If there is no turn, or a turn holds something else than text.
+        TypeError: If a turn is no dictionary with a role.
+    """
+    if options.get("add_generation_prompt") and options.get("continue_final_message"):
+        raise ConfigurationError(
+            "`add_generation_prompt` begins a new turn and `continue_final_message` keeps the last one open: set only one."
+        )
+    conversation = getattr(conversation, "messages", conversation)
+    if not isinstance(conversation, (list, tuple)) or not conversation:
+        raise ConfigurationError(f"a conversation has to be a list of turns, but is {conversation!r:.200}.")
+    is_batch = isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
+    if tools is not None:
+        tools = [_plain(tool) if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
+    options = {name: _plain(value) for name, value in options.items()}
+    found = []
+    for turns in conversation if is_batch else [conversation]:
+        turns = getattr(turns, "messages", turns)
+        if not turns:
+            raise ConfigurationError("a conversation of the batch is empty: give at least one turn.")
+        found.append(Conversation([_read_message(message) for message in turns], tools, **options))
+    return found, is_batch
+
+
+def _read_message(message: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(message) and not isinstance(message, type):
+        message = {key: value for key, value in dataclasses.asdict(message).items() if value is not None}
+    elif hasattr(message, "model_dump"):
+        message = message.model_dump(exclude_none=True)
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise TypeError(f"a turn has to be a dictionary with `role` and `content`, but is {message!r:.200}.")
+    plain: dict[str, Any] = _plain(message)
+    content = plain.get("content")
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ConfigurationError(
+                    f"a turn of role {plain['role']!r} holds a part of type {kind!r}, but members read text only: parts "
+                    'have to be {"type": "text", "text": ...}.'
+                )
+    elif content is not None and not isinstance(content, str):
+        raise ConfigurationError(
+            f"the content of a turn has to be a text or a list of text parts, but is {content!r:.200}."
+        )
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_plain(item) for item in value]
+    return copy.deepcopy(value)
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_strings(item, change) for key, item in value.items()}
+    return [_map_strings(item, change) for item in value] if isinstance(value, list) else value

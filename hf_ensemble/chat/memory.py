@@ -1,0 +1,52 @@
+"""Which conversation the primary's ids stand for.
+
+The stock pipeline hands nothing but ids from the tokenizer to `generate`. What each member needs to render its own
+prompt is therefore kept here, under the exact ids that the primary's rendering gave.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from .conversation import Conversation
+
+MAX_IDS = 1 << 22
+"""Ids that are kept, over all conversations; beyond that, those go that have not been used for longest."""
+
+_LEAST = 64
+
+_lock = threading.Lock()
+_conversations: OrderedDict[bytes, tuple[Conversation, int]] = OrderedDict()
+_num_ids = 0
+
+
+def remember(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], conversation: Conversation) -> None:
+    """Keep a conversation under the ids, without padding, that the primary's tokenizer renders it to."""
+    global _num_ids
+    key, size = _key(tokenizer, ids), max(_LEAST, len(ids))
+    with _lock:
+        if key in _conversations:
+            _num_ids -= _conversations.pop(key)[1]
+        _conversations[key] = conversation, size
+        _num_ids += size
+        while _num_ids > MAX_IDS and len(_conversations) > 1:
+            _num_ids -= _conversations.popitem(last=False)[1][1]
+
+
+def recall(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Conversation | None:
+    """The conversation that these ids render, if it is kept."""
+    key = _key(tokenizer, ids)
+    with _lock:
+        if key not in _conversations:
+            return None
+        _conversations.move_to_end(key)
+        return _conversations[key][0]
+
+
+def _key(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bytes:
+    # With their tokens, since the same ids of another vocabulary are another text.
+    tokens = tokenizer.convert_ids_to_tokens(list(ids))
+    return hashlib.blake2b(repr((list(ids), tokens)).encode("utf-8", "replace"), digest_size=16).digest()

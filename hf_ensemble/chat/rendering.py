@@ -1,0 +1,135 @@
+"""How one member reads a conversation: its template, its system prompt, its control tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import ConfigurationError
+from ..vocabulary.rendered import RenderedEncoder
+from .conversation import Conversation
+
+PLAIN_TEMPLATE = (
+    "{{ text_start }}{% for message in messages %}{% if not loop.first %}{{ '\\n\\n' }}{% endif %}"
+    "{% if message['role'] != 'system' %}{{ message['role'] | capitalize }}{{ ':\\n' }}{% endif %}"
+    "{% if message['content'] %}{{ message['content'] }}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}{{ call | tojson }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\n\\nAssistant:\\n' }}{% endif %}"
+)
+"""What a member without a template reads: its BOS, the system turn as it is, then turns headed by their role."""
+
+_SIGNS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Noncharacters, kept for a process's own use: no text has them."""
+
+
+class ChatRenderer:
+    """Renders conversations for one member.
+
+    Args:
+        tokenizer: The member's tokenizer; only read.
+        encoder: Encodes what the template rendered.
+        name: The member's name, for errors.
+        chat_template: A template in place of the tokenizer's own.
+        system_prompt: A system turn in place of the conversation's; empty for none.
+        writable: Replaces what the member cannot write.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        encoder: RenderedEncoder,
+        name: str,
+        chat_template: str | None = None,
+        system_prompt: str | None = None,
+        writable: Callable[[str], str] | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.encoder = encoder
+        self.name = name
+        self.chat_template = chat_template
+        self.system_prompt = system_prompt
+        self._writable = writable
+
+    def text(self, conversation: Conversation) -> str:
+        """Render to text, in which nothing tells control tokens from content that spells them.
+
+        Raises:
+            ConfigurationError: If the template refuses the conversation.
+        """
+        return self._render(conversation.with_system_prompt(self.system_prompt))
+
+    def ids(self, conversation: Conversation) -> list[int]:
+        """Render to ids: the template's control tokens are real, and what content spells is text.
+
+        Raises:
+            ConfigurationError: If the template refuses the conversation.
+        """
+        conversation = conversation.with_system_prompt(self.system_prompt)
+        if self._writable is not None:
+            conversation = conversation.with_strings(self._writable)
+        sign = _unused_sign(conversation)
+        marked = conversation.with_strings(lambda text: self.encoder.mark(text, sign))
+        text = self._render(marked)
+        all_marked = conversation.with_strings(lambda text: self.encoder.mark_all(text, sign))
+        if all_marked != marked:
+            # If these differ, the template made a control token of pieces that are none.
+            cautious = self._render(all_marked)
+            if self.encoder.controls(cautious, sign) != self.encoder.controls(text, sign):
+                text = cautious
+        return self.encoder.encode(text, sign)
+
+    def _render(self, conversation: Conversation) -> str:
+        """Render as given, else with parts joined, else with system turns folded: the first that the template takes."""
+        ways = [conversation]
+        if conversation.has_parts:
+            ways.append(conversation.with_joined_parts())
+        if conversation.has_system:
+            ways.append(conversation.with_folded_system())
+        errors = []
+        for way in ways:
+            try:
+                text = self._render_as_is(way)
+            except (TemplateError, TypeError, ValueError) as error:
+                errors.append(error)
+                continue
+            if all(_shows_parts(text, message.get("content")) for message in way.messages):
+                return text
+        raise ConfigurationError(
+            f"the chat template of member {self.name!r} refuses the conversation: {errors[0]} Change the conversation, "
+            "or give the member another template with `MemberConfig(chat_template=...)`."
+        ) from errors[0]
+
+    def _render_as_is(self, conversation: Conversation) -> str:
+        template = self.chat_template
+        variables = conversation.variables
+        if template is None and self.tokenizer.chat_template is None:
+            template, variables = PLAIN_TEMPLATE, {**variables, "text_start": self.encoder.start}
+        rendered: str = PreTrainedTokenizerBase.apply_chat_template(
+            self.tokenizer,
+            conversation.messages,
+            tools=conversation.tools,
+            documents=conversation.documents,
+            chat_template=template,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            tokenize=False,
+            **variables,
+        )
+        return rendered
+
+
+def _shows_parts(text: str, content: Any) -> bool:
+    """Whether a rendering has the texts of a turn's parts, and not the list as Python writes it."""
+    if not isinstance(content, list):
+        return True
+    return str(content) not in text and all(part["text"].strip() in text for part in content)
+
+
+def _unused_sign(conversation: Conversation) -> str:
+    texts: list[str] = []
+    conversation.with_strings(lambda text: texts.append(text) or text)
+    sign = next((sign for sign in _SIGNS if not any(sign in text for text in texts)), None)
+    if sign is None:
+        raise ConfigurationError("a conversation must not hold all noncharacters from U+FDD0 to U+FDEF.")
+    return sign

@@ -1,0 +1,187 @@
+"""The tokenizer of an ensemble: the primary's, which remembers the conversations that it renders."""
+
+import copy
+import functools
+from collections.abc import Collection
+from typing import Any
+
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ..config import EnsembleConfig
+from ..errors import ConfigurationError
+from ..vocabulary.rendered import RenderedEncoder
+from .conversation import read_conversations
+from .memory import remember
+from .rendering import ChatRenderer
+
+_SETTINGS = "ensemble_chat"
+"""Key in `tokenizer_config.json` under which an ensemble's settings of its primary are saved."""
+
+_CACHE = "_ensemble_encoder"
+
+
+class _RemembersConversations:
+    """What an ensemble's tokenizer does beyond the primary's own."""
+
+    def apply_chat_template(
+        self: Any,
+        conversation: Any,
+        tools: Any = None,
+        documents: Any = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        tokenize: bool = True,
+        *,
+        padding: Any = False,
+        truncation: Any = False,
+        max_length: int | None = None,
+        return_tensors: Any = None,
+        return_dict: bool = True,
+        return_assistant_tokens_mask: bool = False,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        **template_kwargs: Any,
+    ) -> Any:
+        """Render a conversation, or a batch of them, in the primary's template, and keep it for the other members.
+
+        Arguments and result are those of `transformers`. Control tokens that content spells are always encoded as text.
+
+        Raises:
+            ConfigurationError: If the template refuses the conversation, or it holds something else than text.
+        """
+        # Content is text here in any case.
+        template_kwargs.pop("sanitize_control_tokens", None)
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "documents": documents,
+        }
+        if return_assistant_tokens_mask:
+            # For training; there is nothing to remember.
+            return super().apply_chat_template(  # type: ignore[misc]
+                conversation,
+                tools=tools,
+                chat_template=chat_template,
+                tokenize=tokenize,
+                padding=padding,
+                truncation=truncation,
+                max_length=max_length,
+                return_tensors=return_tensors,
+                return_dict=return_dict,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs=tokenizer_kwargs,
+                **options,
+                **template_kwargs,
+            )
+        conversations, is_batch = read_conversations(conversation, tools, variables=template_kwargs, **options)
+        renderer = self._renderer(chat_template)
+        if not tokenize:
+            texts = [renderer.text(item) for item in conversations]
+            return texts if is_batch else texts[0]
+        rows = []
+        for item in conversations:
+            ids = renderer.ids(item)
+            shortened = self._truncated(ids, truncation, max_length)
+            if len(shortened) == len(ids):
+                remember(self, ids, item)
+            rows.append(shortened)
+        encoded = self._encoding(rows, padding, max_length, return_tensors, tokenizer_kwargs or {})
+        if not is_batch and return_tensors is None:
+            encoded = BatchEncoding({key: values[0] for key, values in encoded.items()})
+        return encoded if return_dict else encoded["input_ids"]
+
+    def _renderer(self: Any, chat_template: str | None) -> ChatRenderer:
+        settings = self.init_kwargs.get(_SETTINGS) or {}
+        version = (len(self), tuple(self.all_special_ids))
+        known = self.__dict__.get(_CACHE)
+        if known is None or known[0] != version:
+            added = self.backend_tokenizer.get_added_tokens_decoder()
+            control = {i for i, token in added.items() if token.special} | set(self.all_special_ids)
+            control |= set(settings.get("control_ids", []))
+            known = self.__dict__[_CACHE] = version, RenderedEncoder(self.backend_tokenizer, control)
+        name = settings.get("name") or "primary"
+        return ChatRenderer(self, known[1], name, chat_template, settings.get("system_prompt"))
+
+    def _truncated(self: Any, ids: list[int], truncation: Any, max_length: int | None) -> list[int]:
+        limit = self.model_max_length if max_length is None else max_length
+        if truncation in (False, None, "do_not_truncate") or len(ids) <= limit:
+            return ids
+        return ids[-limit:] if self.truncation_side == "left" else ids[:limit]
+
+    def _encoding(
+        self: Any,
+        rows: list[list[int]],
+        padding: Any,
+        max_length: int | None,
+        return_tensors: Any,
+        options: dict[str, Any],
+    ) -> BatchEncoding:
+        known = {"pad_to_multiple_of", "padding_side", "return_attention_mask"}
+        if unknown := sorted(set(options) - known):
+            raise ConfigurationError(
+                f"`tokenizer_kwargs` of an ensemble's conversations must not hold {unknown[0]!r}: {sorted(known)} only."
+            )
+        values: dict[str, Any] = {"input_ids": rows}
+        if "token_type_ids" in self.model_input_names:
+            values["token_type_ids"] = [[0] * len(row) for row in rows]
+        # It would advise to tokenize text instead.
+        self.deprecation_warnings = {**self.deprecation_warnings, "Asking-to-pad-a-fast-tokenizer": True}
+        encoded: BatchEncoding = self.pad(
+            values, padding=padding, max_length=max_length, return_tensors=return_tensors, verbose=False, **options
+        )
+        return encoded
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class may have been made for the primary's, so it is made again where it is needed.
+        _, _, state, *rest = super().__reduce_ex__(protocol)
+        state = {key: value for key, value in state.items() if key != _CACHE}
+        base = next(c for c in type(self).__mro__ if not issubclass(c, _RemembersConversations))
+        return (_new, (base,), state, *rest)
+
+
+class EnsembleTokenizer(_RemembersConversations, PreTrainedTokenizerFast):  # type: ignore[misc]
+    """The tokenizer of a saved ensemble: the primary's, which remembers the conversations that it renders."""
+
+
+@functools.cache
+def _class_for(base: type) -> Any:
+    if base is PreTrainedTokenizerFast:
+        return EnsembleTokenizer
+    return type(EnsembleTokenizer.__name__, (_RemembersConversations, base), {"__module__": __name__})
+
+
+def _new(base: type) -> Any:
+    return object.__new__(_class_for(base))
+
+
+def ensemble_tokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+    control: Collection[int],
+    name: str,
+    chat_template: str | None = None,
+    system_prompt: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """A copy of the primary's tokenizer that pads on the left and remembers the conversations that it renders.
+
+    Args:
+        tokenizer: The primary's tokenizer; not changed.
+        control: Ids of its control tokens.
+        name: The primary's name, for errors.
+        chat_template: A template in place of the tokenizer's own.
+        system_prompt: A system turn in place of every conversation's; empty for none.
+    """
+    twin: Any = copy.copy(tokenizer)
+    if not isinstance(twin, _RemembersConversations):
+        twin.__class__ = _class_for(type(tokenizer))
+    twin.__dict__.pop(_CACHE, None)
+    twin.padding_side = "left"
+    added = twin.backend_tokenizer.get_added_tokens_decoder()
+    unflagged = sorted(i for i in control if i in added and not added[i].special)
+    settings = {"name": name, "control_ids": unflagged, "system_prompt": system_prompt}
+    twin.init_kwargs = {**twin.init_kwargs, _SETTINGS: settings}
+    if chat_template is not None:
+        twin.chat_template = chat_template
+    return twin  # type: ignore[no-any-return]
+
+
+AutoTokenizer.register(EnsembleConfig, fast_tokenizer_class=EnsembleTokenizer)

@@ -1,0 +1,383 @@
+"""An ensemble as a model of lm-evaluation-harness.
+
+`python -m hf_ensemble.lm_eval run --model hf_ensemble --model_args members=a,b,method=gac --tasks …` registers it and
+hands over to the harness's own command line, whose list of models is fixed. In Python, pass an `EnsembleLM` to
+`lm_eval.simple_evaluate(model=…)`.
+"""
+
+import ast
+import dataclasses
+import json
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+
+from .config import METHODS, method_config
+from .errors import ConfigurationError
+from .generation.likelihoods import encode_text, padded_left
+from .model import EnsembleForCausalLM
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text, resolve_max_length
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ImportError(
+        "hf_ensemble.lm_eval needs lm-evaluation-harness: "
+        '`pip install "hf_ensemble[lm-eval]"` or `pip install "lm-eval>=0.4.13"`.'
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+Ids = list[int]
+
+
+@register_model("hf_ensemble")
+class EnsembleLM(TemplateLM):
+    """An ensemble, or a single model, that lm-evaluation-harness evaluates.
+
+    Give one of `members`, `pretrained` and `ensemble`.
+
+    Args:
+        members: Hub ids or paths of the members, the primary first: a list, or one string with commas.
+        pretrained: Hub id or path of a saved ensemble or of a single model.
+        ensemble: A loaded ensemble.
+        method: Name of the method. Default: the ensemble's own, else `"gac"`, which gives every token a probability.
+        weights: Mixing weights: a list, or one string with commas.
+        batch_size: Number of requests that run together.
+        device: Where the members go. Default: the GPU if there is one, else the CPU.
+        dtype: Dtype of the members' weights, as in `from_pretrained`.
+        max_length: Most ids of the primary in a request; longer prompts are cut on the left. Default: the least of the
+            members' own.
+        max_gen_toks: Most new ids where a task does not say.
+        max_batch_size: Refused: it is for `batch_size="auto"`.
+        **options: The method's options, by name (`threshold`, `top_k`, …); others go to `from_pretrained`.
+
+    Raises:
+        ConfigurationError: If an argument does not fit.
+    """
+
+    def __init__(
+        self,
+        members: str | Sequence[str] | None = None,
+        pretrained: str | None = None,
+        ensemble: EnsembleForCausalLM | None = None,
+        method: str | None = None,
+        weights: str | Sequence[float] | None = None,
+        batch_size: int | str = 8,
+        device: str | None = None,
+        dtype: Any = "auto",
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        max_batch_size: int | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        given = [name for name, value in _sources(members, pretrained, ensemble).items() if value is not None]
+        if len(given) != 1:
+            raise ConfigurationError(f"give one of `members`, `pretrained` and `ensemble`: got {given or 'none'}.")
+        if not str(batch_size).isdecimal() or int(batch_size) < 1 or max_batch_size is not None:
+            raise ConfigurationError(
+                f"`batch_size` has to be a positive integer, but is {batch_size!r}"
+                f"{' with a `max_batch_size`' if max_batch_size is not None else ''}: it is not found automatically."
+            )
+        names = {option.name for option in dataclasses.fields(METHODS[method])} if method in METHODS else set()
+        method_options = {name: options.pop(name) for name in names & set(options)}
+        config = None if method is None else method_config({"name": method, **method_options})
+        shares = [float(part) for part in weights.split(",")] if isinstance(weights, str) else weights
+        if ensemble is None:
+            source: Any = pretrained
+            if members is not None:
+                source = members.split(",") if isinstance(members, str) else list(members)
+                config = config or method_config("gac")
+            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            ensemble = EnsembleForCausalLM.from_pretrained(
+                source, method=config, weights=shares, dtype=dtype, **{"device_map": device, **options}
+            )
+            config, shares = None, None
+        elif options:
+            raise ConfigurationError(
+                f"`{next(iter(options))}` cannot be used with an ensemble that is loaded already."
+            )
+        self.ensemble = ensemble.eval()
+        self.tokenizer = ensemble.tokenizer
+        self._call: dict[str, Any] = {"method": config, "weights": shares}
+        self._batch_size = int(batch_size)
+        self._max_length = max_length
+        self._max_gen_toks = max_gen_toks
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "EnsembleLM":
+        """Make one from `members=a,b,method=gac,…`: what has no `=` belongs to the value before it."""
+        arguments = {name: _value_of(value) for name, value in _split_arguments(arg_string)}
+        more = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        return cls(**arguments, **more)
+
+    # What the harness asks about the model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the primary's ids go."""
+        device: torch.device = self.ensemble.device
+        return device
+
+    @property
+    def batch_size(self) -> int:
+        """Number of requests that run together."""
+        return self._batch_size
+
+    @property
+    def max_length(self) -> int:
+        """Most ids of the primary in a request."""
+        if self._max_length is not None:
+            return self._max_length
+        pairs = zip(self.ensemble.members, self.ensemble.tokenizers, strict=True)
+        return int(min(resolve_max_length(model.config, tokenizer) for model, tokenizer in pairs))
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Most new ids where a task does not say."""
+        return self._max_gen_toks
+
+    @property
+    def eot_token_id(self) -> int:
+        """The primary's EOS."""
+        return self.tokenizer.eos_token_id  # type: ignore[no-any-return]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without a prompt starts from: the primary's BOS, else its EOS."""
+        bos: int | None = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the primary's tokenizer, for the harness's cache of requests."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness keeps with its results."""
+        config = self.ensemble.config
+        return {
+            "members": [member.name for member in self.ensemble._members],
+            "method": (self._call["method"] or config.method).to_dict(),
+            "weights": self._call["weights"] or config.weights,
+            "model_num_parameters": sum(p.numel() for p in self.ensemble.parameters()),
+            "model_dtype": str(self.ensemble.dtype),
+        }
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
+        """Encode text with the primary's tokenizer; its BOS rule holds, unless the text spells the BOS."""
+        primary = self.ensemble._members[0]
+        return encode_text(self.tokenizer, primary, string, starts=add_special_tokens is not False)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Write a conversation as text, by the primary's chat template."""
+        text = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return str(text)
+
+    # Likelihoods
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], Ids, Ids]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        rows = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
+        found = self._score(rows, disable_tqdm)
+        for (texts, _, _), score in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, score)
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of whole texts, in disjoint windows of `max_length` ids; the first starts from BOS or EOS.
+
+        A BOS that the tokenizer itself puts in front of a text is not scored.
+        """
+        windows: list[tuple[Ids, Ids]] = []
+        counts = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            new = [
+                make_disjoint_window(window)
+                for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            ]
+            windows += new
+            counts.append(len(new))
+        found = iter(self._score(windows, disable_tqdm))
+        totals = [sum(next(found)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _score(self, rows: Sequence[tuple[Ids, Ids]], disable_tqdm: bool) -> list[tuple[float, bool]]:
+        cut = []
+        for context, continuation in rows:
+            if len(continuation) > self.max_length:
+                raise ConfigurationError(
+                    f"a continuation has {len(continuation)} ids, but `max_length` is {self.max_length}. Score it with "
+                    "a rolling task."
+                )
+            # The last id is predicted, not read.
+            num_kept = self.max_length + 1 - len(continuation)
+            if len(context) > num_kept:
+                logger.warning("a prompt of %d ids is cut to its last %d.", len(context), num_kept)
+            cut.append((context[-num_kept:], continuation))
+        order = sorted(range(len(cut)), key=lambda n: (-len(cut[n][0]), cut[n][0], -len(cut[n][1])))
+        found: dict[int, tuple[float, bool]] = {}
+        progress = tqdm(total=len(cut), disable=disable_tqdm, desc="Running loglikelihood requests")
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
+            contexts, continuations = zip(*(cut[n] for n in batch), strict=True)
+            scores = self.ensemble.score(contexts, continuations, batch_size=self.batch_size, **self._call)
+            found.update(
+                zip(batch, zip(scores.log_probs.tolist(), scores.is_greedy.tolist(), strict=True), strict=True)
+            )
+            progress.update(len(batch))
+        progress.close()
+        num_impossible = sum(log_prob == -float("inf") for log_prob, _ in found.values())
+        if num_impossible:
+            method = self.get_model_info()["method"]["name"]
+            logger.warning(
+                "%d of %d continuations have probability 0, since they hold a token that method %r gives none: it mixes "
+                "only the members' best. Use another for likelihoods, or a larger `top_k`.",
+                num_impossible,
+                len(found),
+                method,
+            )
+        return [found[n] for n in range(len(cut))]
+
+    # Texts
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continue each request's text until one of its stop strings, the end of the text or its most new ids."""
+        groups: dict[str, list[int]] = defaultdict(list)
+        for n, request in enumerate(requests):
+            groups[json.dumps(request.args[1], sort_keys=True, default=str)].append(n)
+        prompts = [self.tok_encode(request.args[0]) for request in requests]
+        texts: dict[int, str] = {}
+        progress = tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests")
+        for members in groups.values():
+            options = requests[members[0]].args[1]
+            order = sorted(members, key=lambda n: -len(prompts[n]))
+            for start in range(0, len(order), self.batch_size):
+                batch = order[start : start + self.batch_size]
+                written = self._continue([prompts[n] for n in batch], options)
+                for n, text in zip(batch, written, strict=True):
+                    texts[n] = text
+                    self.cache_hook.add_partial("generate_until", requests[n].args, text)
+                progress.update(len(batch))
+        progress.close()
+        return [texts[n] for n in range(len(requests))]
+
+    def _continue(self, prompts: Sequence[Ids], options: dict[str, Any]) -> list[str]:
+        settings: dict[str, Any] = dict(normalize_gen_kwargs(options, self.max_gen_toks))
+        num_new = settings.pop("max_gen_toks")
+        stops = [stop for stop in settings.pop("until") if stop]
+        if not settings["do_sample"]:
+            settings.pop("temperature", None)
+        room = self.max_length - num_new
+        if room < 1:
+            raise ConfigurationError(
+                f"{num_new} new ids leave no room for a prompt, since `max_length` is {self.max_length}. Ask for fewer."
+            )
+        ids, mask = padded_left([prompt[-room:] or [self.prefix_token_id] for prompt in prompts])
+        pad = self.tokenizer.pad_token_id
+        output: Tensor = self.ensemble.generate(
+            input_ids=ids.to(self.device),
+            attention_mask=mask.to(self.device),
+            max_new_tokens=num_new,
+            pad_token_id=self.eot_token_id if pad is None else pad,
+            stopping_criteria=[_StopTexts(self.tokenizer, stops, ids.shape[1])] if stops else None,
+            **self._call,
+            **settings,
+        )
+        stops = [*stops, self.tokenizer.decode([self.eot_token_id])] if self.eot_token_id is not None else stops
+        texts = self.tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
+        return [postprocess_generated_text(text, stops, None) for text in texts]
+
+
+class _StopTexts(StoppingCriteria):
+    """Ends each row whose new text holds one of some strings."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], num_prompt_ids: int):
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._start = num_prompt_ids
+        # An id writes a byte at least, and the first ones may complete a character or be control tokens.
+        self._num_last = max(len(stop.encode()) for stop in stops) + 8
+        self._num_read = num_prompt_ids
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        """Say which rows have ended, of shape `(batch_size,)`."""
+        start = max(self._start, self._num_read - self._num_last)
+        self._num_read = input_ids.shape[1]
+        texts = self._tokenizer.batch_decode(input_ids[:, start:], skip_special_tokens=False)
+        done = [any(stop in text for stop in self._stops) for text in texts]
+        return torch.tensor(done, device=input_ids.device)  # type: ignore[return-value]
+
+
+def _sources(members: Any, pretrained: Any, ensemble: Any) -> dict[str, Any]:
+    return {"members": members, "pretrained": pretrained, "ensemble": ensemble}
+
+
+def _split_arguments(text: str) -> list[tuple[str, str]]:
+    """Names and values of `a=1,b=2,3`: what has no `=` belongs to the value before it."""
+    parts: list[list[str]] = []
+    for item in filter(None, text.split(",")):
+        name, is_named, value = item.partition("=")
+        if is_named:
+            parts.append([name.strip(), value])
+        elif parts:
+            parts[-1][1] += f",{item}"
+        else:
+            raise ConfigurationError(f"model arguments are written `name=value,…`, but begin with {item!r}.")
+    return [(name, value) for name, value in parts]
+
+
+def _value_of(text: str) -> Any:
+    if "," in text and text[0] not in "[({'\"":
+        return text
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def quote_lists(arguments: Sequence[str]) -> list[str]:
+    """Quote values with commas in a command line's `--model_args`, which the harness would take apart there."""
+    quoted, is_inside = [], False
+    for argument in arguments:
+        if argument.startswith("-"):
+            is_inside = argument in ("--model_args", "-a")
+        elif is_inside and "=" in argument and argument[0] != "{" and not set("[('\"") & set(argument):
+            pairs = ((name, f'"{value}"' if "," in value else value) for name, value in _split_arguments(argument))
+            argument = ",".join(f"{name}={value}" for name, value in pairs)
+        quoted.append(argument)
+    return quoted
+
+
+def main() -> None:
+    """Run the harness's command line, with ensembles among its models."""
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv[1:] = quote_lists(sys.argv[1:])
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Which ids read what a chat template rendered: its control tokens are real, and what content spells is text."""
+
+import re
+import secrets
+from collections.abc import Collection
+from functools import cached_property
+
+from tokenizers import AddedToken, Tokenizer
+
+
+class RenderedEncoder:
+    """Encodes rendered conversations with one tokenizer, as the tokenizer itself does, but for content.
+
+    Content is marked before it is rendered: a mark inside whatever spells a control token. What still is a control
+    token afterwards was written by the template. The marks are gone from what is encoded. Works on a view of the
+    tokenizer in which control tokens have names that nobody can spell, so nothing in content becomes one; the tokenizer
+    itself is only read.
+
+    Args:
+        backend: The tokenizer.
+        control: Ids of its control tokens.
+        num_ids: Number of ids that the model has rows for; added tokens beyond are spelled out. None: all have one.
+    """
+
+    def __init__(self, backend: Tokenizer, control: Collection[int], num_ids: int | None = None):
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._added = {i: token for i, token in sorted(added.items()) if num_ids is None or i < num_ids}
+        self._control = {i: self._added[i].content for i in sorted(control) if i in self._added}
+        self._id_of = {surface: i for i, surface in self._control.items()}
+        self._scanners: dict[str, re.Pattern[str]] = {}
+        self._secret = secrets.token_hex(8)
+
+    # Marking content
+
+    def mark(self, text: str, sign: str) -> str:
+        """Put a sign inside every control token that a text spells, and where it ends with the beginning of one."""
+        text = self._whole.sub(rf"\1{sign}", text) if self._control else text
+        end = len(text.rstrip())
+        is_begun = any(text[max(0, end - n) : end] in self._beginnings for n in range(1, self._longest))
+        return text[:end] + sign + text[end:] if is_begun else text
+
+    def mark_all(self, text: str, sign: str) -> str:
+        """Put a sign also after whatever may begin a control token, in case a template joins what it cuts apart."""
+        return self.mark(self._begun.sub(rf"\1{sign}", text) if self._control else text, sign)
+
+    def controls(self, text: str, sign: str) -> list[str]:
+        """The control tokens in a rendering of marked content."""
+        return self._scanner(sign).findall(text) if self._control else []
+
+    @cached_property
+    def _whole(self) -> re.Pattern[str]:
+        return _each_start(self._id_of)
+
+    @cached_property
+    def _begun(self) -> re.Pattern[str]:
+        return _each_start({surface[0] for surface in self._id_of})
+
+    @cached_property
+    def _beginnings(self) -> set[str]:
+        return {surface[:n] for surface in self._id_of for n in range(1, len(surface))}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._id_of), default=0)
+
+    def _scanner(self, sign: str) -> re.Pattern[str]:
+        if sign not in self._scanners:
+            surfaces = sorted(self._id_of, key=len, reverse=True)
+            # A single character cannot be parted by a sign: it is followed by one.
+            escaped = [re.escape(s) + (f"(?!{sign})" if len(s) == 1 else "") for s in surfaces]
+            self._scanners[sign] = re.compile("(" + "|".join(escaped) + ")", re.DOTALL)
+        return self._scanners[sign]
+
+    # Encoding
+
+    def encode(self, text: str, sign: str) -> list[int]:
+        """Encode a rendering of marked content."""
+        if self._control:
+            pieces = self._scanner(sign).split(text)
+            # Every second piece is a control token.
+            pieces[1::2] = [self._name(self._id_of[surface]) for surface in pieces[1::2]]
+            text = "".join(pieces)
+        return self._encode(text.replace(sign, ""))
+
+    def _encode(self, text: str) -> list[int]:
+        encoding = self._view.encode(text, add_special_tokens=False)
+        for i, (a, b) in zip(encoding.ids, encoding.offsets, strict=True):
+            # A model may have control tokens among its pieces. Where one stands for characters that are unknown, it is
+            # the tokenizer's view of the text, and stays.
+            if i in self._control and b - a > 1 and self._control[i] in self._normalized(text[a:b]):
+                return self._encode(text[: a + 1]) + self._encode(text[a + 1 :])
+        return [self._real_ids.get(i, i) for i in encoding.ids]
+
+    def _normalized(self, text: str) -> str:
+        normalizer = self._view.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
+
+    @property
+    def start(self) -> str:
+        """The control tokens that the tokenizer puts in front of a text (its BOS rule)."""
+        view = _bare_view(self._backend)
+        view.post_processor = self._backend.post_processor
+        encoded = view.encode("a", add_special_tokens=True)
+        first_text = encoded.special_tokens_mask.index(0) if 0 in encoded.special_tokens_mask else 0
+        return "".join(self._control.get(i, "") for i in encoded.ids[:first_text])
+
+    def _name(self, i: int) -> str:
+        return f"\U0010fffe{self._secret}:{i}\U0010ffff"
+
+    @cached_property
+    def _view(self) -> Tokenizer:
+        view = _bare_view(self._backend)
+        vocab = self._backend.get_vocab(with_added_tokens=False)
+        # New tokens are numbered from the count of the model's, so holes in its ids are filled first.
+        num_holes = max(0, max(vocab.values(), default=-1) + 1 - len(vocab))
+        view.add_tokens([self._name(-1 - n) for n in range(num_holes)])
+        view.add_tokens([_renamed(t, self._name(i)) if i in self._control else t for i, t in self._added.items()])
+        return view
+
+    @cached_property
+    def _real_ids(self) -> dict[int, int]:
+        names = {i: self._name(i) if i in self._control else token.content for i, token in self._added.items()}
+        found = {self._view.token_to_id(name): i for i, name in names.items()}
+        return {new: old for new, old in found.items() if new is not None and new != old}
+
+
+def _bare_view(backend: Tokenizer) -> Tokenizer:
+    view = Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        view.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        view.pre_tokenizer = backend.pre_tokenizer
+    return view
+
+
+def _renamed(token: AddedToken, name: str) -> AddedToken:
+    return AddedToken(
+        name,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=True,
+    )
+
+
+def _each_start(surfaces: Collection[str]) -> re.Pattern[str]:
+    """The first character of every occurrence of any of these, overlapping ones too."""
+    first = "".join(re.escape(c) for c in sorted({surface[0] for surface in surfaces}))
+    return re.compile(f"(?=[{first}])(?={'|'.join(map(re.escape, surfaces))})(.)", re.DOTALL)
