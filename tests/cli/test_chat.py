@@ -32,8 +32,12 @@ def talk(here, tmp_path, monkeypatch, capsys):
     return run
 
 
-def answer_to(messages):
-    ensemble = EnsembleForCausalLM.from_pretrained("my-chat")
+@pytest.fixture(scope="module")
+def ensemble(member_folder):
+    return EnsembleForCausalLM.from_pretrained(member_folder / "my-chat")
+
+
+def answer_to(messages, ensemble):
     inputs = ensemble.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
@@ -41,18 +45,18 @@ def answer_to(messages):
     return ensemble.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_each_answer_knows_what_was_said(talk):
+def test_each_answer_knows_what_was_said(talk, ensemble):
     code, out, messages = talk("Hi", "And you?", arguments=["--system", "Be brief."])
     assert code == 0
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert messages[2]["content"] == answer_to(messages[:2])
-    assert messages[4]["content"] == answer_to(messages[:4])
+    assert messages[2]["content"] == answer_to(messages[:2], ensemble)
+    assert messages[4]["content"] == answer_to(messages[:4], ensemble)
     assert out == f"{messages[2]['content']}\n{messages[4]['content']}\n"
 
 
 def test_reset_keeps_the_system_message_and_system_changes_it(talk):
     assert talk("Hi", "/reset", arguments=["--system", "A"])[2] == [{"role": "system", "content": "A"}]
-    assert talk("Hi", "/system B")[2] == [{"role": "system", "content": "B"}]
+    assert talk("/system B")[2] == [{"role": "system", "content": "B"}]
     assert talk("/system", arguments=["--system", "A"])[2] == []
 
 
@@ -61,7 +65,7 @@ def test_unknown_commands_are_explained_and_exit_ends(talk, capsys):
     assert (code, out, messages) == (0, "", None)
 
 
-def test_ctrl_c_interrupts_the_answer_and_keeps_what_was_shown(talk, monkeypatch):
+def test_ctrl_c_interrupts_the_answer_and_keeps_what_was_shown(talk, ensemble, monkeypatch):
     generate = EnsembleForCausalLM.generate
 
     def interrupted(self, *args, streamer, **options):
@@ -79,20 +83,15 @@ def test_ctrl_c_interrupts_the_answer_and_keeps_what_was_shown(talk, monkeypatch
 
         return generate(self, *args, streamer=Stop(), **options)
 
-    monkeypatch.setattr(EnsembleForCausalLM, "generate", interrupted)
-    code, out, messages = talk("Hi")
+    with monkeypatch.context() as patch:
+        patch.setattr(EnsembleForCausalLM, "generate", interrupted)
+        code, out, messages = talk("Hi")
     assert code == 0
-    whole = answer_to_unpatched(generate, messages[:1])
+    whole = answer_to(messages[:1], ensemble)
     assert messages[1]["content"]
     assert whole.startswith(messages[1]["content"])
     assert len(messages[1]["content"]) < len(whole)
     assert out == messages[1]["content"] + "\n"
-
-
-def answer_to_unpatched(generate, messages):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EnsembleForCausalLM, "generate", generate)
-        return answer_to(messages)
 
 
 def test_in_a_terminal_errors_and_ctrl_c_at_the_prompt_do_not_end_it(talk, monkeypatch):

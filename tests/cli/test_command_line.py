@@ -22,6 +22,11 @@ OURS = [name for name in SUBCOMMANDS if name != "eval"]  # its tests run its exa
 BOTH = ["--members", "model-a", "model-b"]
 
 
+@pytest.fixture(scope="module")
+def pair(member_folder):
+    return EnsembleForCausalLM.from_pretrained([member_folder / "model-a", member_folder / "model-b"])
+
+
 @pytest.fixture
 def files(here, tmp_path, monkeypatch):
     """A working folder of links to the members, with the files that examples name."""
@@ -122,12 +127,10 @@ def test_traceback_shows_all(files, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_texts_alone_are_on_stdout(here, capsys, monkeypatch):
-    ensemble = EnsembleForCausalLM.from_pretrained(["model-a", "model-b"])
-    inputs = ensemble.tokenizer("The cat", return_tensors="pt")
-    ids = ensemble.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    text = ensemble.tokenizer.decode(ids, skip_special_tokens=True)
-    capsys.readouterr()
+def test_texts_alone_are_on_stdout(here, pair, capsys, monkeypatch):
+    inputs = pair.tokenizer("The cat", return_tensors="pt")
+    ids = pair.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    text = pair.tokenizer.decode(ids, skip_special_tokens=True)
     assert cli.main(["generate", "The cat", *BOTH, "--max-new-tokens", "6"]) == 0
     assert capsys.readouterr().out == text + "\n"
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
@@ -176,12 +179,11 @@ def test_options_have_the_types_of_the_method(method):
     assert read_method(args) == expected
 
 
-def test_compare_shows_each_alone_and_the_ensemble(here, capsys):
+def test_compare_shows_each_alone_and_the_ensemble(here, pair, capsys):
     assert cli.main(["compare", "The cat", *BOTH, "--max-new-tokens", "6", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    ensemble = EnsembleForCausalLM.from_pretrained(["model-a", "model-b"])
     for model, tokenizer, found in zip(
-        [*ensemble.members, ensemble], [*ensemble.tokenizers, ensemble.tokenizer], result["texts"], strict=True
+        [*pair.members, pair], [*pair.tokenizers, pair.tokenizer], result["texts"], strict=True
     ):
         inputs = tokenizer("The cat", return_tensors="pt", return_token_type_ids=False)
         ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
@@ -191,9 +193,8 @@ def test_compare_shows_each_alone_and_the_ensemble(here, capsys):
     assert [text["name"] for text in result["texts"]] == ["model-a", "model-b", "ensemble, unite"]
 
 
-def test_inspect_gives_the_report(here, capsys):
-    report = EnsembleForCausalLM.from_pretrained(["model-a", "model-b"]).compatibility()
-    capsys.readouterr()
+def test_inspect_gives_the_report(here, pair, capsys):
+    report = pair.compatibility()
     assert cli.main(["inspect", *BOTH]) == 0
     assert capsys.readouterr().out == f"{report}\n"
     assert cli.main(["inspect", *BOTH, "--json"]) == 0
@@ -228,6 +229,7 @@ def test_what_is_stopped_leaves_nothing_half_written(error, files, capsys, monke
     assert (files / "texts.jsonl").read_text("utf-8") == "old"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_program_with_130(files):
     argv = ["generate", "The cat", "--members", "model-a", "--max-new-tokens", "4000", "--output", "texts.txt"]
     process = subprocess.Popen(
