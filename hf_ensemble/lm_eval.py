@@ -107,7 +107,7 @@ class EnsembleLM(TemplateLM):
             raise ConfigurationError(
                 f"`{next(iter(options))}` cannot be used with an ensemble that is loaded already."
             )
-        self.ensemble = ensemble.eval()
+        self.ensemble = ensemble
         self.tokenizer = ensemble.tokenizer
         self._call: dict[str, Any] = {"method": config, "weights": shares}
         self._batch_size = int(batch_size)

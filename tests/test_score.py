@@ -88,7 +88,7 @@ def compare(name, reference, pairs=PAIRS, tolerance=2e-4, ids=None, **options):
     return found
 
 
-@pytest.mark.parametrize("name", ENSEMBLES)
+@pytest.mark.parametrize("name", ["two", *(pytest.param(name, marks=pytest.mark.slow) for name in [*ENSEMBLES][1:])])
 @pytest.mark.parametrize("method", ["gac", "unite"])
 def test_equals_the_reference(name, method):
     _, members = built(name)
@@ -97,6 +97,7 @@ def test_equals_the_reference(name, method):
     compare(name, Reference(members, method, top_k=ALL), pairs, method=config, batch_size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["gate", "gate_of_assistant", "log", "weights", "deepen", "paper", "mined", "eva", "by_step", "by_row"]
 )
