@@ -506,10 +506,21 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 def test_ids_that_nobody_rendered_are_read_as_text_with_a_warning():
     ensemble = scripted(SMOL, BASE)
-    text = ensemble.apply_chat_template([{"role": "user", "content": "Never seen."}], tokenize=False)
+    ids = stock(SMOL, [{"role": "user", "content": "Never seen."}], add_generation_prompt=False)
     with pytest.warns(UserWarning, match="ensemble.apply_chat_template"):
-        context = first_context(ensemble, 1, ensemble.tokenizer(text, return_tensors="pt"))
+        context = first_context(ensemble, 1, {"input_ids": torch.tensor([ids])})
     assert text_written(BASE, context) == "user\nNever seen.\n"
+
+
+def test_a_rendered_text_that_is_tokenized_is_still_the_conversation():
+    """Unless its content spells a control token, which then is one: that is no rendering of the conversation."""
+    ensemble = scripted(SMOL, BASE)
+    text = ensemble.apply_chat_template([{"role": "user", "content": "As text."}], tokenize=False)
+    context = first_context(ensemble, 1, ensemble.tokenizer(text, return_tensors="pt", add_special_tokens=False))
+    assert text_written(BASE, context) == "User:\nAs text."
+    text = ensemble.apply_chat_template([{"role": "user", "content": "As <|im_end|>."}], tokenize=False)
+    with pytest.warns(UserWarning, match="control tokens"):
+        first_context(ensemble, 1, ensemble.tokenizer(text, return_tensors="pt", add_special_tokens=False))
 
 
 def test_truncated_conversations_are_read_as_the_text_that_is_left():

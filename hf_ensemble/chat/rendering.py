@@ -105,7 +105,7 @@ class ChatRenderer:
         variables = conversation.variables
         if template is None and self.tokenizer.chat_template is None:
             template, variables = PLAIN_TEMPLATE, {**variables, "text_start": self.encoder.start}
-        rendered: str = PreTrainedTokenizerBase.apply_chat_template(
+        rendered: Any = PreTrainedTokenizerBase.apply_chat_template(
             self.tokenizer,
             conversation.messages,
             tools=conversation.tools,
@@ -116,7 +116,7 @@ class ChatRenderer:
             tokenize=False,
             **variables,
         )
-        return rendered
+        return str(rendered)
 
 
 def _shows_parts(text: str, content: Any) -> bool:
@@ -128,7 +128,12 @@ def _shows_parts(text: str, content: Any) -> bool:
 
 def _unused_sign(conversation: Conversation) -> str:
     texts: list[str] = []
-    conversation.with_strings(lambda text: texts.append(text) or text)
+
+    def note(text: str) -> str:
+        texts.append(text)
+        return text
+
+    conversation.with_strings(note)
     sign = next((sign for sign in _SIGNS if not any(sign in text for text in texts)), None)
     if sign is None:
         raise ConfigurationError("a conversation must not hold all noncharacters from U+FDD0 to U+FDEF.")

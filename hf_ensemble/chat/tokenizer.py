@@ -77,6 +77,9 @@ class _RemembersConversations:
         renderer = self._renderer(chat_template)
         if not tokenize:
             texts = [renderer.text(item) for item in conversations]
+            for item in conversations:
+                # What a text that spells no control token of its own is tokenized to.
+                remember(self, renderer.ids(item), item)
             return texts if is_batch else texts[0]
         rows = []
         for item in conversations:
@@ -133,7 +136,8 @@ class _RemembersConversations:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class may have been made for the primary's, so it is made again where it is needed.
-        _, _, state, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, state, *rest = reduced
         state = {key: value for key, value in state.items() if key != _CACHE}
         base = next(c for c in type(self).__mro__ if not issubclass(c, _RemembersConversations))
         return (_new, (base,), state, *rest)
@@ -172,7 +176,8 @@ def ensemble_tokenizer(
     """
     twin: Any = copy.copy(tokenizer)
     if not isinstance(twin, _RemembersConversations):
-        twin.__class__ = _class_for(type(tokenizer))
+        base: Any = type(tokenizer)
+        twin.__class__ = _class_for(base)
     twin.__dict__.pop(_CACHE, None)
     twin.padding_side = "left"
     added = twin.backend_tokenizer.get_added_tokens_decoder()
