@@ -5,7 +5,8 @@
 
 DATA is a folder of JSON lines: `triviaqa_dev.jsonl` and `nq_dev.jsonl` (question, accepted answers) with the worked
 examples `triviaqa_prompt.txt` and `nq_prompt.txt`, `arc_challenge_train.jsonl` and `piqa_dev_a.jsonl` (question, choices,
-letter), and for `--sets gsm8k` `gsm8k_train300.jsonl` and `gsm8k_prompt.txt`.
+letter), and for `--sets gsm8k`, in a run of its own because its answers are long, `gsm8k_train300.jsonl` and
+`gsm8k_prompt.txt`.
 
 What is done is kept in the state file, and the same command goes on where it was: with a time limit it stops by itself and
 ends with exit code 3 as long as work is left.

@@ -57,6 +57,14 @@ class MethodConfig:
         """Why these options allow neither sampling nor beams; None if they do."""
         return None
 
+    def build(self, members: Any, union: Any, eos_ids: Any, device: Any) -> Any:
+        """Build the method, where it is none of this library; arguments and result are those of `methods.build_method`.
+
+        Raises:
+            ConfigurationError: If the options are of no token-level method.
+        """
+        raise ConfigurationError(f"{type(self).__name__} is no token-level method.")
+
 
 def check_positive_integer(name: str, value: Any) -> None:
     """Refuse an option that is no integer of at least 1.

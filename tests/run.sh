@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All checks and tests, from a clean clone that has python3, pip and npm:
-#     bash tests/run.sh            # formatting, lint, types, layers; all tests on the oldest and the newest versions
+#     bash tests/run.sh            # formatting, lint, types, layers, docs; all tests on the oldest and the newest versions
 #     bash tests/run.sh --quick    # the unit tests on the newest versions
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -75,6 +75,7 @@ if ! $quick; then
     stage "import layers" $newest/lint-imports
     $newest/mypy >"$logs/mypy" 2>&1 & # a minute on one core, like the next stage
     mypy=$!
+    stage "docs" env NO_MKDOCS_2_WARNING=1 $newest/mkdocs build --strict --quiet -f docs/mkdocs.yml
     stage "demo models" $newest/python examples/demo_models.py --install || exit 1
     stage "mypy" mypy_result
 fi

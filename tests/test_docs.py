@@ -1,15 +1,34 @@
-"""Every Python block in the README and the docs runs, on tiny members."""
+"""Every Python block in the README and the docs runs, and every command of `hf-ensemble`, on tiny members."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+import hf_ensemble
+from hf_ensemble.cli import main
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WITH_CODE = [page for page in PAGES if "```python" in page.read_text("utf-8")]
+BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"^hf-ensemble (?!serve|chat).*", re.MULTILINE)
+"""A command by itself: not one that goes on until it is stopped, nor one at the end of a pipe."""
+
+
+def blocks_of(page):
+    """The Python blocks of a page, and its commands as lists of arguments, in their order."""
+    for language, text in BLOCK.findall(page.read_text("utf-8")):
+        if language == "python":
+            yield text
+        else:
+            yield from (
+                shlex.split(command, comments=True)[1:] for command in COMMAND.findall(text.replace("\\\n", " "))
+            )
+
+
+WITH_CODE = [page for page in PAGES if any(blocks_of(page))]
 
 
 @pytest.fixture
@@ -20,13 +39,27 @@ def members_in_the_working_folder(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_blocks_run(page, members_in_the_working_folder):
+def test_blocks_run(page, members_in_the_working_folder):
     names: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
-        exec(compile(block, str(page), "exec"), names)
+    for block in blocks_of(page):
+        if isinstance(block, str):
+            exec(compile(block, str(page), "exec"), names)
+        else:
+            assert main(block) == 0
 
 
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^):#]+\.md)\)", page.read_text("utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"^ +- (\S+\.md)$", (ROOT / "docs" / "mkdocs.yml").read_text("utf-8"), re.MULTILINE))
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+
+
+def test_every_public_name_is_in_the_api():
+    text = (ROOT / "docs" / "api.md").read_text("utf-8")
+    missing = [name for name in hf_ensemble.__all__ if f"::: hf_ensemble.{name}\n" not in text]
+    assert not missing

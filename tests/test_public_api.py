@@ -27,7 +27,7 @@ def state():
     return (dict(os.environ), torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(),
             torch.random.get_rng_state().tolist(), logging.getLogger().level, transformers.logging.get_verbosity(),
             list(warnings.filters))
-transformers.AutoModelForCausalLM, transformers.GenerationMixin, transformers.DynamicCache
+transformers.AutoModelForCausalLM, transformers.GenerationMixin, transformers.PreTrainedModel, transformers.DynamicCache
 before = state()
 import hf_ensemble
 assert state() == before

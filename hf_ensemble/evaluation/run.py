@@ -151,8 +151,8 @@ def evaluate(
             "generation config": [describe_generation_config(model) for model in (ensemble, *ensemble.members)],
         }
         state = StateFile(state_file, settings, work="evaluation")
-        for label, known in state.read(_read_part):
-            kept.setdefault(label, {}).update(known)
+        for name, found in state.read(_read_part):
+            kept.setdefault(name, {}).update(found)
 
     jobs = [
         (evaluation_set, work, runner)

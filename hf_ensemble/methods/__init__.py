@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..config import DeepenConfig, EvaConfig, GacConfig, MethodConfig, MinedConfig, UniteConfig
-from ..errors import ConfigurationError
 from ..member import Member
 from ..vocabulary.union import UnionVocabulary
 from .base import TokenMethod
@@ -52,4 +51,5 @@ def build_method(
             return [output_embeddings_of(member) for member in members]
 
         return Eva(union, eos_ids, device, output_embeddings, **options)
-    raise ConfigurationError(f"{type(config).__name__} is no token-level method.")
+    method: TokenMethod = config.build(members, union, eos_ids, device)
+    return method
