@@ -246,9 +246,10 @@ class Decisions:
         gated = [decision.is_gate_open for decision in decisions if decision.is_gate_open is not None]
         if gated:
             notes.append(f"the gate was open in {sum(gated)} of {len(gated)}")
+        agreed_as = "wrote the chosen span" if self.is_by_spans else "own best was chosen"
         return (
-            '<table><thead><tr><th scope="col">Member</th><th scope="col">decided</th><th scope="col">own best was '
-            'chosen</th><th scope="col">mean probability of the chosen</th><th scope="col">heard</th></tr></thead>'
+            '<table><thead><tr><th scope="col">Member</th><th scope="col">decided</th>'
+            f'<th scope="col">{agreed_as}</th><th scope="col">mean probability of the chosen</th><th scope="col">heard</th></tr></thead>'
             f"<tbody>{''.join(lines)}</tbody></table><p>{_escaped('; '.join(notes))}.</p>"
         )
 

@@ -79,3 +79,14 @@ def test_evaluation_sets(members, monkeypatch, capsys, tmp_path):
     done = state.read_bytes()
     run("evaluation_sets", options, monkeypatch)
     assert state.read_bytes() == done
+
+
+@pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+def test_decisions(members, monkeypatch, capsys, tmp_path):
+    """Every decision is somebody's, and the page holds the texts."""
+    page = tmp_path / "page.html"
+    run("decisions", ["--models", *members, "--new-tokens", "4", "--output", str(page)], monkeypatch)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == ["a:", "b:", "page:"]
+    assert sum(int(line[2]) for line in lines[:2]) == int(lines[0][4].rstrip(","))
+    assert "The capital of France is" in page.read_text("utf-8")
