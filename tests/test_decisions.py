@@ -15,10 +15,11 @@ from tests.contracts import CORE_RECIPES, PROMPTS, make_ensemble, padded, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 
-NUM_NEW = 5
+NUM_NEW = 4
 TOKEN_METHODS = ("gac", "unite", "deepen", "mined", "eva", GacConfig(space="log"))
 each_token_method = pytest.mark.parametrize("method", TOKEN_METHODS, ids=str)
-each_method = pytest.mark.parametrize("method", [*TOKEN_METHODS, SweetSpanConfig(span_length=1)], ids=str)
+ALL_METHODS = (*TOKEN_METHODS, SweetSpanConfig(span_length=1))
+each_method = pytest.mark.parametrize("method", ALL_METHODS, ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +68,11 @@ def bytes_of(ensemble, ids):
 # --- Recording changes nothing, and all of it is there --------------------------------------------------------------
 
 
-@each_method
-@pytest.mark.parametrize("weights", [None, (1, 0), (0.3, 0.7)], ids=str)
+@pytest.mark.parametrize(
+    ("method", "weights"),
+    [*((method, None) for method in ALL_METHODS), ("gac", (1, 0)), ("gac", (0, 1)), ("unite", (0, 1))],
+    ids=str,
+)
 def test_recording_changes_no_id_and_the_texts_joined_are_the_text(ensemble, batch, method, weights):
     found = recorded(ensemble, batch, method=method, weights=weights)
     plain = ensemble.generate(**batch, max_new_tokens=NUM_NEW, do_sample=False, method=method, weights=weights)
@@ -112,7 +116,7 @@ def test_a_row_alone_is_the_row_in_a_batch(ensemble, batch, method):
 
 @each_token_method
 def test_numbers_are_those_of_the_members_own_softmax_along_the_text(ensemble, method):
-    """What the members say of the text is asked of the models themselves; the assistant's prefix is encoded anew."""
+    """The primary is asked along the text, the assistant after the prompt, as its own tokenizer encodes it."""
     [ids] = prompt_rows(ensemble, ["The cat sat"])
     output = recorded(ensemble, {"input_ids": torch.tensor([ids])}, method=method, num_decision_entries=3)
     start = len(ids)
@@ -127,22 +131,11 @@ def test_numbers_are_those_of_the_members_own_softmax_along_the_text(ensemble, m
         assert said.best[0].probability == pytest.approx(max_of_entries(ensemble, 0, probs), rel=1e-4)
         if len(decision.ids) == 1:
             assert said.probability == pytest.approx(mass_of(ensemble, probs, decision.data), rel=1e-4, abs=1e-9)
-        text = bytes_of(ensemble, written)
-        if is_whole(text):
-            encoded = ensemble.tokenizers[1](text.decode())["input_ids"]
-            if ensemble.tokenizers[1].decode(encoded, skip_special_tokens=True).encode() == text and method != "gac":
-                check_assistant(ensemble, encoded, decision, method)
+        if len(written) == start:
+            check_assistant(ensemble, ensemble.tokenizers[1]("The cat sat")["input_ids"], decision)
         written += decision.ids
     assert written == output.sequences[0].tolist()
     assert len(written) == start + NUM_NEW
-
-
-def is_whole(data):
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def max_of_entries(ensemble, index, probs):
@@ -160,9 +153,7 @@ def mass_of(ensemble, probs, data):
     return sum(prob for entry, prob in zip(entries, probs.tolist(), strict=True) if entry == data)
 
 
-def check_assistant(ensemble, encoded, decision, method):
-    if getattr(method, "space", None) == "log":
-        return  # follows the text by appending, so it may read it in other ids
+def check_assistant(ensemble, encoded, decision):
     with torch.no_grad():
         logits = ensemble.members[1](torch.tensor([encoded])).logits[0, -1]
     member = ensemble._members[1]

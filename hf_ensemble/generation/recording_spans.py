@@ -69,5 +69,5 @@ def _decision_of_round(
 def _probability(score: float, config: SweetSpanConfig) -> float:
     """The geometric mean of probabilities, over tokens or bytes, that a member's score says."""
     if config.score == "bits_per_byte":
-        return 2.0**-score
+        return float(2.0**-score)
     return 1.0 / score
