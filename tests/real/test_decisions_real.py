@@ -21,7 +21,7 @@ def test_decisions_are_what_both_models_say(demo_models, tmp_path):
     assert PROMPT + "".join(texts) == ensemble.tokenizer.decode(output.sequences[0])
     for index, (model, tokenizer) in enumerate(zip(ensemble.members, ensemble.tokenizers, strict=True)):
         ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-        probs = model(ids).logits[0, -1].float().softmax(-1)
+        probs = model(ids).logits[0, -1].detach().float().softmax(-1)
         [chosen] = tokenizer(texts[0], add_special_tokens=False).input_ids
         said = decisions[0].members[index]
         assert said.probability == pytest.approx(float(probs[chosen]), rel=1e-3)
