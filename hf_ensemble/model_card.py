@@ -14,7 +14,7 @@ _CARD = """---
 
 # {title}
 
-{count} language models that decode together as one model, made with [hf_ensemble](https://pypi.org/project/hf_ensemble/).
+{count} language models that decode together as one model, made with `hf_ensemble`.
 
 ```bash
 pip install hf_ensemble
@@ -23,7 +23,7 @@ pip install hf_ensemble
 ```python
 from hf_ensemble import EnsembleForCausalLM
 
-ensemble = EnsembleForCausalLM.from_pretrained({source!r})
+ensemble = EnsembleForCausalLM.from_pretrained({source})
 inputs = ensemble.tokenizer("The capital of France is", return_tensors="pt")
 ids = ensemble.generate(**inputs, max_new_tokens=32)
 print(ensemble.tokenizer.decode(ids[0], skip_special_tokens=True))
@@ -87,7 +87,7 @@ def model_card(
         metadata=metadata.to_yaml(),
         title=_plain(title),
         count=len(members),
-        source=source,
+        source=json.dumps(source),
         rows="\n".join(_row(member, weight) for member, weight in zip(members, weights, strict=True)),
         method=config.method.name,
         options=f" with `{json.dumps(options)}`" if options else "",

@@ -402,6 +402,7 @@ def test_members_within_come_back_as_they_are_now_wherever_the_folder_is(dtype, 
     """F1, F4, F5, F6: Changed and tied weights, added tokens, a template, generation defaults, one model twice."""
     paths = save(tmp_path, dtypes=(dtype, torch.float32), tie_word_embeddings=True)
     items = [MemberConfig(path=str(paths[0]), name="a/b: c"), paths[1], MemberConfig(path=str(paths[0]), name="again")]
+    items[1] = MemberConfig(path=str(paths[1]), chat_template="{{ messages[0].content }}?", system_prompt="Be brief.")
     ensemble = EnsembleForCausalLM.from_pretrained(items, weights=[0.5, 0.25, 0.25])
     with torch.no_grad():
         ensemble.members[0].get_output_embeddings().weight.mul_(-1)
@@ -426,6 +427,8 @@ def test_members_within_come_back_as_they_are_now_wherever_the_folder_is(dtype, 
         assert torch.equal(one[1], other[1])
     assert loaded.tokenizers[1].chat_template == ensemble.tokenizers[1].chat_template
     assert loaded.members[1].generation_config.max_new_tokens == 7
+    asked = ("{{ messages[0].content }}?", "Be brief.")
+    assert (loaded.config.members[1].chat_template, loaded.config.members[1].system_prompt) == asked
     assert output_ids(loaded, "The cat", max_new_tokens=3) == expected
     # References to members that lie within another saved ensemble hold too.
     assert output_ids(again(loaded, tmp_path / "reference"), "The cat", max_new_tokens=3) == expected
