@@ -6,6 +6,9 @@ import pytest
 
 from hf_ensemble import EnsembleForCausalLM, cli
 
+# Random members write anything.
+pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+
 ARGUMENTS = ["chat", "--members", "my-chat", "--max-new-tokens", "5"]
 
 

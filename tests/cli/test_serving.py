@@ -11,6 +11,9 @@ from hf_ensemble import EnsembleForCausalLM
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 
+# Random members write anything.
+pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+
 MESSAGES = [{"role": "user", "content": "The cat"}]
 
 
@@ -51,6 +54,11 @@ def text_of(stream):
     return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
 
+def whole_characters(text):
+    """The stock stream does not write the bytes of a character that the text ends within."""
+    return text.rstrip("\ufffd")
+
+
 def test_the_ensemble_is_the_only_model(client):
     assert [model.id for model in client.models.list()] == ["both"]
     with pytest.raises(openai.BadRequestError, match="'other'"):
@@ -67,14 +75,14 @@ def test_an_answer_is_what_generate_writes(client, ensemble):
 
 def test_a_streamed_answer_is_the_same(client, ensemble):
     chunks = list(ask(client, max_tokens=8, stream=True))
-    assert text_of(chunks) == expected(ensemble, max_new_tokens=8)
+    assert whole_characters(text_of(chunks)) == whole_characters(expected(ensemble, max_new_tokens=8))
     assert chunks[-1].choices[0].finish_reason == "length"
     assert sum(bool(chunk.choices[0].delta.content) for chunk in chunks) > 1
 
 
 def test_stop_strings_end_an_answer(client, ensemble):
     whole = expected(ensemble, max_new_tokens=12)
-    stop = whole[len(whole) // 2]
+    stop = next(character for character in whole[1:] if character.isalpha())
     answer = ask(client, max_tokens=12, stop=[stop])
     assert answer.choices[0].message.content == expected(ensemble, max_new_tokens=12, stop_strings=[stop])
     assert len(answer.choices[0].message.content) < len(whole)
@@ -96,7 +104,8 @@ def test_two_requests_at_once_do_not_meet(client, ensemble):
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(content, questions))
     for question, answer in zip(questions, answers, strict=True):
-        assert answer == expected(ensemble, [{"role": "user", "content": question}], max_new_tokens=8)
+        alone = expected(ensemble, [{"role": "user", "content": question}], max_new_tokens=8)
+        assert whole_characters(answer) == whole_characters(alone)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,7 +11,6 @@ from hf_ensemble.serving import build_app
 pytestmark = pytest.mark.real
 
 
-@pytest.mark.filterwarnings("ignore:the prompt holds control tokens")
 def test_the_openai_client_gets_an_answer_of_the_real_pair(demo_models):
     ensemble = EnsembleForCausalLM.from_pretrained(demo_models, dtype="bfloat16")
     server = uvicorn.Server(uvicorn.Config(build_app(ensemble), port=0, log_level="error"))
