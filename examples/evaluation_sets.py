@@ -52,7 +52,7 @@ def read(name: str, folder: Path, num_examples: int) -> EvaluationSet:
     options = dict(SETS[name])
     for key in {"source", "worked_examples"} & options.keys():
         options[key] = folder / options[key]
-    return read_set(limit=num_examples, **options)
+    return read_set(limit=num_examples, skip_damaged=True, **options)
 
 
 def main() -> int:

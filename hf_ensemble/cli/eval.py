@@ -53,6 +53,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--no-members", action="store_true", help="leave out the members alone")
     group.add_argument("--measures", nargs="+", choices=_MEASURES, default=list(_MEASURES), help="default: all")
     group.add_argument("--limit", type=int, metavar="N", help="most examples of a file")
+    group.add_argument("--skip-damaged", action="store_true", help="leave out examples of no known form")
     group = parser.add_argument_group("how it runs")
     group.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="of an answer; default: 32")
     group.add_argument("--batch-size", type=int, default=8, metavar="N", help="default: 8")
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
         check_ending(args.table, TABLE_ENDINGS)
     if args.plot is not None:
         check_plot(args.plot)
-    sets = [_read_set(paths, args.limit) for paths in args.data]
+    sets = [_read_set(paths, args.limit, args.skip_damaged) for paths in args.data]
     also = {text: read_configuration(text) for text in args.also}
     ensemble = arguments.load_ensemble(args)
     result = evaluate(
@@ -93,10 +94,12 @@ def run(args: argparse.Namespace) -> None:
         raise EnsembleError(f"the time limit came before the end{again}.")
 
 
-def _read_set(paths: list[str], limit: int | None) -> EvaluationSet:
+def _read_set(paths: list[str], limit: int | None, skip_damaged: bool) -> EvaluationSet:
     if len(paths) > 2:
         raise arguments.UsageError(f"`--data` takes one file or two, but got {len(paths)}: repeat it for other sets.")
-    return read_set(paths[0], worked_examples=paths[1] if len(paths) == 2 else None, limit=limit)
+    return read_set(
+        paths[0], worked_examples=paths[1] if len(paths) == 2 else None, limit=limit, skip_damaged=skip_damaged
+    )
 
 
 def read_configuration(text: str) -> Configuration:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import string
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,7 @@ def read_set(
     cue: str = "\nAnswer:",
     marking: Marking = "text",
     limit: int | None = None,
+    skip_damaged: bool = False,
 ) -> EvaluationSet:
     """Read a set from a file of JSON lines, or from dictionaries.
 
@@ -108,6 +110,7 @@ def read_set(
         cue: What stands between a question and its answer.
         marking: How written answers are compared with the accepted ones.
         limit: Most examples; the first are taken. Default: all.
+        skip_damaged: Whether to leave out examples that have no known form, with a warning that says how many.
 
     Raises:
         ConfigurationError: If the set is empty, or an example has no known form, or another one than the first.
@@ -126,14 +129,21 @@ def read_set(
     if worked_examples is not None:
         head = _read(Path(worked_examples)).rstrip() + "\n\n"
     kind: Kind | None = None
-    items = []
-    for n, record in enumerate(records[:limit], start=1):
+    items: list[Item] = []
+    damaged = []
+    for n, record in enumerate(records, start=1):
+        if len(items) == limit:
+            break
         try:
             own_kind, item = _item(record, head, cue)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if skip_damaged:
+                damaged.append(n)
+                continue
             raise ConfigurationError(
                 f"example {n} of {name!r} has no known form: it needs 'question' and 'answer' (with choices 'A', 'B', …, "
-                f"a letter), 'prompt' and 'reference', or 'text', but is {record!r:.200}."
+                f"a letter), 'prompt' and 'reference', or 'text', but is {record!r:.200}. Mend it, or leave such examples "
+                "out with `skip_damaged=True`."
             ) from error
         if kind not in (None, own_kind):
             raise ConfigurationError(f"example {n} of {name!r} is of {own_kind}, but those before are of {kind}.")
@@ -143,6 +153,11 @@ def read_set(
             )
         kind = own_kind
         items.append(item)
+    if damaged:
+        warnings.warn(
+            f"{len(damaged)} examples of {name!r} have no known form and are left out, the first is example {damaged[0]}.",
+            stacklevel=2,
+        )
     if kind is None:
         raise ConfigurationError(f"the set {name!r} is empty: give at least one example.")
     return EvaluationSet(name, kind, tuple(items), marking)

@@ -92,6 +92,16 @@ def test_bad_examples_are_named(records, message):
         read_set(records)
 
 
+def test_damaged_examples_are_left_out_only_if_asked_and_counted():
+    good = {"question": "Who?", "A": "x", "B": "y", "answer": "B"}
+    records = [good, {"question": "What?", "A": "", "B": "", "answer": "2"}, good | {"answer": "A"}, good]
+    with pytest.raises(ConfigurationError, match="example 2 .* has no known form.*`skip_damaged=True`"):
+        read_set(records)
+    with pytest.warns(UserWarning, match="1 examples of 'examples' have no known form and are left out.*example 2"):
+        own = read_set(records, skip_damaged=True, limit=2)
+    assert [item.right for item in own.items] == [1, 0]
+
+
 def test_bad_files_are_named(tmp_path):
     with pytest.raises(ConfigurationError, match="none.jsonl cannot be read"):
         read_set(tmp_path / "none.jsonl")
