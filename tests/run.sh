@@ -104,8 +104,11 @@ if ! $quick; then
     tests "unit tests, oldest" $oldest/python "${unit[@]}" "$without and not real and not slow" -k "not (unite or deepen or mined or eva)" \
         --ignore=tests/evaluation --ignore=tests/methods --ignore=tests/vocabulary --ignore-glob="tests/test_reference*" \
         --ignore=tests/test_{docs,examples,mixing,selection,tuning,weights}.py
-    tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not (unite or gemma)"
+    tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not (unite or gemma or scripts)"
     tests "real models, newest" $newest/python "${real[@]}" "$without"
+    # Last, since what it brings makes every import slower.
+    stage "lm-eval" $newest/python -m pip install -qq --disable-pip-version-check --no-compile "torch==2.13.0" --editable ".[lm-eval]" &&
+        tests "lm-eval, newest" $newest/python -m pytest --quiet tests/test_lm_eval.py tests/real/test_lm_eval_real.py -m "$without"
 fi
 
 printf '\n%s' "$summary"

@@ -1,30 +1,17 @@
-"""Likelihoods of the two real models: against the plain reference, and through lm-evaluation-harness."""
+"""A task of lm-evaluation-harness on the two real models."""
 
 import json
 
 import pytest
 
 from hf_ensemble import EnsembleForCausalLM
-from tests.reference import Reference, ReferenceMember
-from tests.reference_scores import score, split
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
-
-PAIRS = [("The capital of France is", " Paris."), ("The capital of France is", " Berlin"), ("今天天气", "很好")]
 
 
 @pytest.fixture(scope="module")
 def ensemble(demo_models):
     return EnsembleForCausalLM.from_pretrained(list(demo_models), method="gac", dtype="float32")
-
-
-def test_scores_equal_the_reference(ensemble):
-    members = [ReferenceMember(*pair) for pair in zip(ensemble.members, ensemble.tokenizers, strict=True)]
-    found = ensemble.score(*zip(*PAIRS, strict=True))
-    expected = score(Reference(members, "gac"), *split(members[0], *PAIRS[2]))
-    assert found.log_probs[2].item() == pytest.approx(expected.log_prob, abs=1e-3)
-    assert found.is_greedy[2].item() == expected.is_greedy
-    assert found.log_probs[0] > found.log_probs[1]
 
 
 @pytest.mark.filterwarnings("ignore")
