@@ -233,7 +233,20 @@ def test_what_is_stopped_leaves_nothing_half_written(error, files, capsys, monke
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_program_with_130(files):
-    argv = ["generate", "The cat", "--members", "model-a", "--max-new-tokens", "4000", "--output", "texts.txt"]
+    # One after the other, which takes minutes, wherever the texts end.
+    (files / "many.txt").write_text("The cat\n" * 100_000, "utf-8")
+    argv = [
+        "generate",
+        "--file",
+        "many.txt",
+        "--lines",
+        "--batch-size",
+        "1",
+        "--members",
+        "model-a",
+        "--output",
+        "texts.txt",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "hf_ensemble.cli", *argv],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
