@@ -957,6 +957,13 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         """The processors that act on every member's proposals; refused are those that know the primary's ids only."""
         # How early a text may end is counted in the primary's ids: see `SpanDecoder`.
         kept = [item for item in stock if type(item).__name__ not in _EARLY_END_PROCESSORS]
+        # Members read rows one by one, without the padding that the stock penalty passes over in a batch.
+        kept = [
+            RepetitionPenaltyLogitsProcessor(item.penalty)
+            if isinstance(getattr(item, "prompt_ignore_length", None), Tensor)
+            else item
+            for item in kept
+        ]
         fingerprints = {self._members[index].encoder.token_bytes.fingerprint for index in {0, *participants}}
         for item in kept:
             name = type(item).__name__

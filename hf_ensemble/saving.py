@@ -237,7 +237,9 @@ def _plan_bundle(parts: EnsembleParts) -> SavePlan:
             _check_writable(member)
             name = re.sub(r"[^\w.-]+", "-", member.name).strip(".-") or "member"
             names = [name, *(f"{name}-{number}" for number in range(2, len(parts.members) + 2))]
-            place = next(place for name in names if (place := f"{BUNDLE}/{name}") not in bundled)
+            # Some file systems take names that differ in case for the same.
+            taken = {place.casefold() for place in bundled}
+            place = next(place for name in names if (place := f"{BUNDLE}/{name}").casefold() not in taken)
             places[key] = place
             bundled[place] = member
         own = {"dtype": str(member.model.dtype).removeprefix("torch."), "path": f"./{places[key]}"}

@@ -122,6 +122,10 @@ class _Requests:
     """What a stock handler is given besides: a temperature samples, and a stream that cannot begin is an error."""
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if isinstance(body.get("logit_bias"), dict):
+            # Clients send whole numbers too, which `generate` refuses.
+            bias = {key: float(value) for key, value in body["logit_bias"].items()}
+            body = {**body, "logit_bias": bias}
         config = super()._build_generation_config(body, *args, **kwargs)  # type: ignore[misc]
         temperature = body.get("temperature")
         if temperature == 0:
@@ -231,8 +235,11 @@ def serve(
         log_level: Of the server.
 
     Raises:
+        ConfigurationError: If there is no such port.
         OSError: If the address cannot be listened on.
     """
+    if not 0 <= port < 2**16:
+        raise ConfigurationError(f"`port` has to be from 0 to {2**16 - 1}, but is {port}.")
     config = uvicorn.Config(
         build_app(ensemble, name, enable_cors=enable_cors),
         log_level=log_level,

@@ -213,7 +213,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
             raise UsageError("there is no prompt: give one as an argument, in a `--file`, or on stdin.")
         else:
             text = sys.stdin.read()
-        prompts = text.splitlines() if args.lines else [text.removesuffix("\n")]
+        prompts = text.split("\n") if args.lines else [text.removesuffix("\n")]
         prompts = [prompt for prompt in prompts if prompt]
     if not prompts or not all(prompts):
         raise UsageError("a prompt is empty: give some text to go on from.")

@@ -17,7 +17,15 @@ def output(path: str | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    target = Path(path)
+    # A link stays a link.
+    target = Path(path).resolve()
+    if not path or target.is_dir():
+        raise ConfigurationError(f"{path!r} is no name of a file to write to.")
+    if target.exists() and not target.is_file():
+        # A device or a pipe cannot be replaced.
+        with target.open("w", encoding="utf-8") as file:
+            yield file
+        return
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
@@ -39,7 +47,8 @@ def read_json_lines(path: str) -> list[Any]:
         ConfigurationError: Naming the line that is none.
     """
     values = []
-    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+    # JSON may hold the other characters at which `splitlines` splits.
+    for number, line in enumerate(Path(path).read_text("utf-8").split("\n"), 1):
         if line.strip():
             try:
                 values.append(json.loads(line))

@@ -317,6 +317,19 @@ def test_a_repetition_penalty_does_not_see_padding(method, names):
         assert new_ids(together, n, [end]) == [end]
 
 
+def test_a_repetition_penalty_of_spans_does_not_see_padding():
+    """E8: O5; every member proposes in its own ids, without padding, row by row."""
+    tokenizers = [tiny.smol_like(), tiny.gemma_like()]
+    ensemble = make_ensemble([tiny.tiny_llama(t, seed=n) for n, t in enumerate(tokenizers)], tokenizers)
+    options = {"method": "sweetspan", "repetition_penalty": 1.5, "max_new_tokens": 6, "do_sample": False}
+    rows = [ensemble.tokenizer(prompt)["input_ids"] for prompt in ("The", "The capital of France is")]
+    batch = ensemble.generate(**padded(rows, fill=lambda _: ensemble.tokenizer.pad_token_id), **options)
+    width = max(map(len, rows))
+    for row, ids in enumerate(rows):
+        alone = ensemble.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
+        assert batch[row, width:].tolist()[: len(alone)] == alone
+
+
 @each_method
 def test_a_repetition_penalty_is_not_weakened_by_other_cuts_of_a_word(method):
     """E8: In the primary's ids alone: ` capital` in the prompt counts, whatever ids the other has for it."""

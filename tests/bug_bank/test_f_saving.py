@@ -463,6 +463,14 @@ def test_members_of_one_name_lie_apart(saved, tmp_path):
     assert [len(t) for t in loaded.tokenizers] == [len(t) for t in ensemble.tokenizers]
 
 
+def test_members_whose_names_differ_in_case_lie_apart(saved, tmp_path):
+    """F4: Some file systems take such names for the same."""
+    items = [MemberConfig(path=str(path), name=name) for path, name in zip(saved[:2], ("m", "M"), strict=True)]
+    ensemble = EnsembleForCausalLM.from_pretrained(items)
+    ensemble.save_pretrained(tmp_path / "ensemble", include_members=True)
+    assert sorted(path.name for path in (tmp_path / "ensemble" / "members").iterdir()) == ["M-2", "m"]
+
+
 def test_objects_that_came_from_nowhere_are_saved_within(tmp_path):
     """F7: And need no path then."""
     tokenizers = [tokenizer_of("smol"), tokenizer_of("gemma")]

@@ -103,6 +103,8 @@ def test_help_names_every_command(capsys):
         ("generate --members model-a model-b --file nowhere.txt", 1, "nowhere.txt"),
         ("generate Hi --members model-a ./nowhere", 1, "there is no folder './nowhere'"),
         ("generate Hi --members model-a model-b --weights 1", 1, "got 1 for 2 members"),
+        ("generate Hi --members model-a model-b --output .", 1, "no name of a file"),
+        ("generate Hi --members model-a model-b --output ''", 1, "no name of a file"),
         ("generate Hi --members model-a model-b --set guidance_scale=2", 1, "guidance_scale"),
         ("generate Hi --members model-a model-b --set nonsense=2", 1, "nonsense.*--traceback"),
         ("select --members model-a model-b", 2, "either `--scores`, or `--examples`"),
@@ -122,6 +124,31 @@ def test_an_error_is_one_line_that_names_the_remedy(line, code, message, files, 
     assert len(lines) == 1
     assert lines[0].startswith("hf-ensemble: error: ")
     assert re.search(message, lines[0])
+
+
+def test_lines_end_at_newlines_only(files, capsys):
+    """JSON and prompts may hold the other characters at which Python splits lines."""
+    text = "a\u2028b\x85c\x0c"
+    Path("a.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", "utf-8")
+    assert cli.main(["select", *BOTH, "--scores", "50", "45", "--responses", "a.jsonl", "a.jsonl"]) == 0
+    Path("lines.txt").write_text(f"{text}\nThe\n", "utf-8")
+    capsys.readouterr()
+    assert cli.main(["generate", *BOTH, "--file", "lines.txt", "--lines", "--json", "--max-new-tokens", "1"]) == 0
+    printed = capsys.readouterr().out.removesuffix("\n").split("\n")
+    assert [json.loads(line)["prompt"] for line in printed] == [text, "The"]
+
+
+def test_what_is_no_plain_file_is_written_to_not_replaced(files):
+    os.mkfifo("pipe")
+    Path("real.txt").write_text("old", "utf-8")
+    Path("link.txt").symlink_to("real.txt")
+    end = os.open("pipe", os.O_RDWR | os.O_NONBLOCK)
+    for name in ("pipe", "link.txt"):
+        assert cli.main(["generate", "The", *BOTH, "--max-new-tokens", "1", "--output", name]) == 0
+    assert Path("pipe").is_fifo()
+    assert Path("link.txt").is_symlink()
+    assert Path("real.txt").read_bytes() == os.read(end, 100) != b""
+    os.close(end)
 
 
 def test_traceback_shows_all(files, capsys):

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hf_ensemble import EnsembleForCausalLM
+from hf_ensemble import ConfigurationError, EnsembleForCausalLM
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
@@ -169,3 +169,19 @@ def test_an_address_in_use_is_an_error(ensemble):
 
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="Choose another"):
         serve(ensemble, "127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("port", [-1, 2**16])
+def test_no_such_port_is_an_error(ensemble, port):
+    from hf_ensemble.serving import serve
+
+    with pytest.raises(ConfigurationError, match="from 0 to 65535"):
+        serve(ensemble, "127.0.0.1", port)
+
+
+def test_a_bias_may_be_a_whole_number(ensemble, client):
+    inputs = ensemble.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_tensors="pt")
+    best = int(ensemble.generate(**inputs, max_new_tokens=1)[0, -1])
+    biased = expected(ensemble, max_new_tokens=4, sequence_bias={(best,): -100.0})
+    assert ask(client, max_tokens=4, logit_bias={str(best): -100}).choices[0].message.content == biased
+    assert biased != expected(ensemble, max_new_tokens=4)
