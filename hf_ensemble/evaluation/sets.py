@@ -67,7 +67,11 @@ class EvaluationSet:
             found = _NUMBER.findall(response)
             wanted = {_number(_NUMBER.findall(answer)[-1]) for answer in item.accepted}
             return bool(found) and _number(found[-1]) in wanted
-        answer = normalize_answer(response.partition("\n")[0])
+        line = response.partition("\n")[0]
+        answer = normalize_answer(line)
+        if not answer:
+            # Nothing is left of signs and articles (TriviaQA accepts "+-*/"): they are compared as they are.
+            return line.strip() != "" and line.strip() in item.accepted
         return answer in map(normalize_answer, item.accepted)
 
 
@@ -99,7 +103,8 @@ def read_set(
 
     - `question` and `answer` (a text, or a list of accepted ones, of which the first is scored): *questions*. The prompt
       is "Question: …" and the cue; the answer follows after a space, or directly if the prompt ends in white space.
-    - `question`, the choices under the letters `A`, `B`, …, and in `answer` the right letter: *choices*, asked alike.
+    - `question`, the choices under the letters `A`, `B`, …, and in `answer` the right letter: *choices*, asked alike. An
+      empty choice is none, as in files whose questions have unlike numbers of them.
     - `prompt` and `reference` (or `answers`): *questions* whose prompts stand as they are.
     - `text`: *texts*; `prompt`, if given, is what precedes it.
 
@@ -188,7 +193,7 @@ def _item(record: Mapping[str, Any], head: str, cue: str) -> tuple[Kind, Item]:
     prompt = head + (f"Question: {_text(record['question'])}{cue}" if is_asked else _text(record["prompt"]))
     space = "" if prompt[-1].isspace() else " "
     if is_asked and "A" in record:
-        letters = [letter for letter in string.ascii_uppercase if letter in record]
+        letters = [letter for letter in string.ascii_uppercase if record.get(letter, "") != ""]
         choices = [_text(record[letter]) for letter in letters]
         if len(choices) < 2:
             raise ValueError("one choice only")

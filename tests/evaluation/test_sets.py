@@ -114,3 +114,19 @@ def test_bad_files_are_named(tmp_path):
         read_set([{"text": "x"}], limit=0)
     with pytest.raises(ConfigurationError, match="`marking` has to be"):
         read_set([{"text": "x"}], marking="words")
+
+
+def test_an_empty_choice_is_none():
+    """ARC-Challenge has a few questions with three choices among those with four."""
+    record = {"question": "Which?", "A": "x", "B": "y", "C": "z", "D": "", "answer": "C"}
+    item = read_set([record]).items[0]
+    assert (item.continuations, item.right) == ((" x", " y", " z"), 2)
+    with pytest.raises(ConfigurationError, match="no known form"):
+        read_set([{**record, "answer": "D"}])
+
+
+def test_nothing_is_never_the_right_answer():
+    """TriviaQA accepts `+-*/`, of which normalisation leaves nothing."""
+    own = read_set([{"question": "What?", "answer": ["Arithmetic", "+-*/"]}])
+    assert not any(own.is_right(text, own.items[0]) for text in ("", " \n", "the", "..."))
+    assert all(own.is_right(text, own.items[0]) for text in (" +-*/\n", "arithmetic."))
