@@ -228,7 +228,7 @@ def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[st
         options["use_safetensors"] = True
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(item.path, **options)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, AttributeError) as error:  # the last for a dtype that torch has not
         raise ConfigurationError(f"member {item.name or item.path!r} cannot be loaded: {error}") from error
     return model
 

@@ -259,6 +259,12 @@ def test_both_a_new_and_an_open_turn_are_refused():
         tokenizer_like(SMOL).apply_chat_template(MESSAGES, add_generation_prompt=True, continue_final_message=True)
 
 
+@pytest.mark.parametrize("tools", ["abc", {"a": 1}, [3]])
+def test_tools_that_are_none_are_named(tools):
+    with pytest.raises(TypeError, match="`tools` has to be a list of JSON schemas or functions"):
+        read_conversations([{"role": "user", "content": "Hi"}], tools)
+
+
 def test_tools_and_variables_reach_every_template():
     """As JSON schemas, functions too; a template that ignores them, and the plain rendering, show none."""
 

@@ -229,6 +229,8 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
     options["do_sample"] = getattr(args, "sample", False) or bool(options)
     options["max_new_tokens"] = args.max_new_tokens
     if args.stop:
+        if "" in args.stop:
+            raise UsageError("`--stop` has to be a text that is not empty: every text ends with nothing.")
         options["stop_strings"] = args.stop
     for key, text in _pairs("set", args.set):
         try:

@@ -147,8 +147,8 @@ def read_set(
                 continue
             raise ConfigurationError(
                 f"example {n} of {name!r} has no known form: it needs 'question' and 'answer' (with choices 'A', 'B', …, "
-                f"a letter), 'prompt' and 'reference', or 'text', but is {record!r:.200}. Mend it, or leave such examples "
-                "out with `skip_damaged=True`."
+                f"one of their letters), 'prompt' and 'reference', or 'text', none of them empty, but is {record!r:.200}. Mend "
+                "it, or leave such examples out with `skip_damaged=True`."
             ) from error
         if kind not in (None, own_kind):
             raise ConfigurationError(f"example {n} of {name!r} is of {own_kind}, but those before are of {kind}.")

@@ -240,6 +240,11 @@ def test_every_member_has_the_dtype_asked_for(asked, expected, tmp_path):
     assert dtypes_of(AutoModelForCausalLM.from_pretrained(tmp_path / "ensemble")) == expected
 
 
+def test_a_dtype_that_torch_has_not_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match="member .* cannot be loaded: .*float99"):
+        EnsembleForCausalLM.from_pretrained(save(tmp_path), dtype="float99")
+
+
 @pytest.mark.parametrize("dtype", ["float32", torch.bfloat16, "float16"])
 def test_a_dtype_reaches_every_member_through_auto_classes_and_pipelines(dtype, tmp_path):
     """F5: Over what was saved."""
