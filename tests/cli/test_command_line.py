@@ -274,22 +274,23 @@ def test_ctrl_c_ends_the_program_with_130(files):
         "--output",
         "texts.txt",
     ]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "hf_ensemble.cli", *argv],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not list(files.glob(".texts.txt.*")) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
+        # What a shell runs in the background ignores the signal, and so would what is started from there.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not list(files.glob(".texts.txt.*")) and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130, err
     assert out == ""
     assert "Traceback" not in err
