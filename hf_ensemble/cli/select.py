@@ -3,8 +3,6 @@
 import argparse
 import copy
 import dataclasses
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,10 +109,4 @@ def _save(args: argparse.Namespace, candidates: EnsembleForCausalLM | None, sele
             [member.tokenizer for member in members],
             member_configs=[candidates.config.members[i] for i in chosen],
         )
-    target = Path(args.save)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        ensemble.save_pretrained(unfinished)
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    ensemble.save_pretrained(args.save)
