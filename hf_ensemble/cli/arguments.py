@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -14,6 +13,7 @@ import torch
 
 from ..config import METHODS, MemberConfig, MethodConfig, method_config
 from ..errors import ConfigurationError
+from ..files import read_text
 from ..model import EnsembleForCausalLM
 
 
@@ -208,7 +208,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         prompts: list[str] = args.prompt
     else:
         if args.file:
-            text = Path(args.file).read_text("utf-8")
+            text = read_text(args.file)
         elif sys.stdin.isatty():
             raise UsageError("there is no prompt: give one as an argument, in a `--file`, or on stdin.")
         else:

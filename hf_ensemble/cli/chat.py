@@ -12,7 +12,7 @@ from ..errors import EnsembleError
 from ..model import EnsembleForCausalLM
 from . import arguments
 from .conversation import answer
-from .files import output
+from .output import output
 
 _EXAMPLES = """\
   hf-ensemble chat --members chat-a model-b

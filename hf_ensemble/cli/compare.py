@@ -7,7 +7,7 @@ from typing import Any
 
 from ..model import EnsembleForCausalLM
 from . import arguments
-from .files import json_line, output
+from .output import json_line, output
 
 _EXAMPLES = """\
   hf-ensemble compare "The capital of France is" --members model-a model-b

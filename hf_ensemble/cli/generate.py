@@ -8,7 +8,7 @@ from ..development import run_batches
 from ..model import EnsembleForCausalLM
 from . import arguments
 from .conversation import answer
-from .files import json_line, output
+from .output import json_line, output
 
 _EXAMPLES = """\
   hf-ensemble generate "The capital of France is" --members model-a model-b

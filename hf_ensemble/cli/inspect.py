@@ -1,11 +1,11 @@
 """`hf-ensemble inspect`: how well members go together."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from ..files import read_text
 from . import arguments
-from .files import json_line, output
+from .output import json_line, output
 
 _EXAMPLES = """\
   hf-ensemble inspect --members model-a model-b
@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the figures."""
-    text = None if args.text is None else Path(args.text).read_text("utf-8")
+    text = None if args.text is None else read_text(args.text)
     report = arguments.load_ensemble(args).compatibility(text)
     with output(args.output) as stream:
         print(json_line(report.to_dict()) if args.json else report, file=stream)

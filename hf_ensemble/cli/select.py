@@ -9,10 +9,11 @@ from typing import Any
 
 from ..development import METRICS
 from ..errors import ConfigurationError
+from ..files import read_json_lines
 from ..model import EnsembleForCausalLM
 from ..selection import Selection, select_members
 from . import arguments
-from .files import json_line, output, read_json_lines
+from .output import json_line, output
 
 _EXAMPLES = """\
   hf-ensemble select --members model-a model-b --scores 80.6 72.7 --save chosen

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ConfigurationError
+from ..files import whole_file
 from ..tables import aligned
 from .intervals import Estimate, ratio, share
 from .sets import EvaluationSet, Item
@@ -211,7 +212,8 @@ class Evaluation:
             text = json.dumps(self.to_records(), indent=1) + "\n"
         else:
             text = self.to_markdown() if ending == ".md" else f"{self}\n"
-        _write(path, text.encode())
+        with whole_file(path) as unfinished:
+            unfinished.write_bytes(text.encode())
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw a panel for each measure of each set, with a line and an interval for each system.
@@ -255,10 +257,9 @@ class Evaluation:
                 axes.grid(axis="x", alpha=0.3)
             for axes in list(figure.axes)[len(columns) :]:
                 axes.set_visible(False)
-            buffer = io.BytesIO()
             metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(path.suffix[1:])
-            figure.savefig(buffer, format=path.suffix[1:], metadata=metadata)
-        _write(path, buffer.getvalue())
+            with whole_file(path) as unfinished:
+                figure.savefig(unfinished, format=path.suffix[1:], metadata=metadata)
 
 
 TABLE_ENDINGS = (".md", ".txt", ".csv", ".json")
@@ -291,13 +292,6 @@ def check_plot(path: Path) -> None:
         raise ConfigurationError(
             'a plot needs `matplotlib`, which is not installed: `pip install "hf_ensemble[plot]"`.'
         ) from error
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file in one go: whoever stops it leaves the old one."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(data)
-    partial.replace(path)
 
 
 def _measures_of(outcomes: Outcomes, measures: Collection[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """Evaluation sets: what is asked, what is right, and how an answer is marked."""
 
-import json
 import os
 import re
 import string
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..errors import ConfigurationError
+from ..files import read_json_lines, read_text
 
 Kind = Literal["questions", "choices", "texts"]
 Marking = Literal["text", "number"]
@@ -126,13 +126,13 @@ def read_set(
         raise ConfigurationError(f"`limit` has to be a positive integer, but is {limit!r}.")
     if isinstance(source, (str, os.PathLike)):
         name = Path(source).stem if name is None else name
-        records = _read_lines(Path(source))
+        records = read_json_lines(source)
     else:
         name = "examples" if name is None else name
         records = list(source)
     head = ""
     if worked_examples is not None:
-        head = _read(Path(worked_examples)).rstrip() + "\n\n"
+        head = read_text(worked_examples).rstrip() + "\n\n"
     kind: Kind | None = None
     items: list[Item] = []
     damaged = []
@@ -166,24 +166,6 @@ def read_set(
     if kind is None:
         raise ConfigurationError(f"the set {name!r} is empty: give at least one example.")
     return EvaluationSet(name, kind, tuple(items), marking)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}.") from error
-
-
-def _read_lines(path: Path) -> list[Any]:
-    records = []
-    for n, line in enumerate(_read(path).split("\n"), start=1):
-        if line.strip():
-            try:
-                records.append(json.loads(line))
-            except ValueError as error:
-                raise ConfigurationError(f"line {n} of {path} is no JSON: {error}.") from error
-    return records
 
 
 def _item(record: Mapping[str, Any], head: str, cue: str) -> tuple[Kind, Item]:

@@ -110,7 +110,7 @@ def test_help_names_every_command(capsys):
         ("select --members model-a model-b", 2, "either `--scores`, or `--examples`"),
         ("select --members model-a model-b --examples dev.jsonl", 2, "belong together"),
         ("select --members model-a model-b --scores 1 2 --save model-a", 2, "exists already"),
-        ("select --members model-a model-b --scores 50 40 --responses prompts.txt", 1, "line 1 of 'prompts.txt'"),
+        ("select --members model-a model-b --scores 50 40 --responses prompts.txt", 1, "line 1 of prompts.txt"),
         ("select --members model-a model-b --scores 50", 1, "got 1 for 2"),
     ],
 )
@@ -239,6 +239,11 @@ def test_select_saves_the_chosen_with_the_best_first(files, capsys):
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["is_taken"] for row in rows] == [True, False]
     assert len(EnsembleForCausalLM.from_pretrained("one")._members) == 1
+
+
+def test_select_reads_texts_with_any_line_separator_in_them(files, capsys):
+    (files / "a.jsonl").write_text('{"text": "a\u2028cat\u0085"}\n', "utf-8")
+    assert cli.main(["select", *BOTH, "--scores", "50", "55", "--responses", "a.jsonl", "b.jsonl"]) == 0
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
