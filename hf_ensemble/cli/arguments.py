@@ -116,13 +116,8 @@ def output_arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def load_ensemble(args: argparse.Namespace, **changes: Any) -> EnsembleForCausalLM:
-    """Load the ensemble that the arguments name.
-
-    Args:
-        args: With `member_arguments`, and perhaps `method_arguments`.
-        **changes: Arguments of `from_pretrained` that take the place of those.
-    """
+def load_ensemble(args: argparse.Namespace) -> EnsembleForCausalLM:
+    """Load the ensemble that the arguments name: those of `member_arguments`, and perhaps of `method_arguments`."""
     count = len(args.members)
     options: dict[str, Any] = {"method": read_method(args), "weights": getattr(args, "weights", None)}
     for name in ("dtype", "device_map"):
@@ -137,7 +132,7 @@ def load_ensemble(args: argparse.Namespace, **changes: Any) -> EnsembleForCausal
     else:
         revisions = revision if isinstance(revision, list) else [revision] * count
         source = [MemberConfig(path=path, revision=own) for path, own in zip(args.members, revisions, strict=True)]
-    return EnsembleForCausalLM.from_pretrained(source, **{**options, **changes})
+    return EnsembleForCausalLM.from_pretrained(source, **options)
 
 
 def _per_member(name: str, values: list[str] | None, count: int) -> Any:

@@ -34,8 +34,8 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in COMMANDS:
         module.add_parser(subparsers)
-    for name, subparser in subparsers.choices.items():
-        subparser.set_defaults(command=name)
+    for module, subparser in zip(COMMANDS, subparsers.choices.values(), strict=True):
+        subparser.set_defaults(run=module.run)
         subparser.add_argument("--traceback", action="store_true", help="show all of an error, not one line")
     return parser
 
@@ -50,11 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 if something failed, 2 if the arguments make no sense, 130 after Ctrl-C.
     """
     args = build_parser().parse_args(argv)
-    modules = {module.__name__.rpartition(".")[2]: module for module in COMMANDS}
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            modules[args.command].run(args)
+            args.run(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
