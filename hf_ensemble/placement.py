@@ -53,7 +53,7 @@ def check_memory(
             )
 
 
-def free_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
+def free_memory(max_memory: Mapping[Any, Any] | None) -> dict[Any, int]:
     """Bytes by device that may be taken: what is free now, or what is allowed.
 
     Args:
@@ -78,7 +78,7 @@ def remaining_memory(max_memory: Mapping[Any, Any], models: Sequence[PreTrainedM
     """
     left = free_memory(max_memory)
     for model in models:
-        for tensor in {id(t): t for t in model.parameters()}.values():
+        for tensor in model.parameters():
             key = _key(tensor.device)
             if key in left:
                 left[key] = max(0, left[key] - tensor.numel() * tensor.element_size())
@@ -114,7 +114,7 @@ def _size(config: PreTrainedConfig, dtype: Any) -> int | None:
         dtype = getattr(torch, dtype)
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _gigabytes(size: int) -> str:
