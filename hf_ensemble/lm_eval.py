@@ -81,7 +81,8 @@ class EnsembleLM(TemplateLM):
         **options: Any,
     ):
         super().__init__()
-        given = [name for name, value in _sources(members, pretrained, ensemble).items() if value is not None]
+        sources = {"members": members, "pretrained": pretrained, "ensemble": ensemble}
+        given = [name for name, value in sources.items() if value is not None]
         if len(given) != 1:
             raise ConfigurationError(f"give one of `members`, `pretrained` and `ensemble`: got {given or 'none'}.")
         if not str(batch_size).isdecimal() or int(batch_size) < 1 or max_batch_size is not None:
@@ -268,9 +269,9 @@ class EnsembleLM(TemplateLM):
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         texts: dict[int, str] = {}
         progress = tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests")
-        for members in groups.values():
-            options = requests[members[0]].args[1]
-            order = sorted(members, key=lambda n: -len(prompts[n]))
+        for numbers in groups.values():
+            options = requests[numbers[0]].args[1]
+            order = sorted(numbers, key=lambda n: -len(prompts[n]))
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
                 written = self._continue([prompts[n] for n in batch], options)
@@ -326,10 +327,6 @@ class _StopTexts(StoppingCriteria):
         texts = self._tokenizer.batch_decode(input_ids[:, start:], skip_special_tokens=False)
         done = [any(stop in text for stop in self._stops) for text in texts]
         return torch.tensor(done, device=input_ids.device)  # type: ignore[return-value]
-
-
-def _sources(members: Any, pretrained: Any, ensemble: Any) -> dict[str, Any]:
-    return {"members": members, "pretrained": pretrained, "ensemble": ensemble}
 
 
 def _split_arguments(text: str) -> list[tuple[str, str]]:
