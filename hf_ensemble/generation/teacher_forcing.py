@@ -87,14 +87,8 @@ class ForcedMember:
         self._texts = texts
         self._live = list(texts)
         self._state: MemberState[PlainContext] | None = None
-        self._num_branch_forwards = 0
         self._logits: list[Tensor] = []
         self._place_of: dict[tuple[int, int], tuple[int, int]] = {}
-
-    @property
-    def num_forwards(self) -> int:
-        """Number of forward passes so far."""
-        return self._num_branch_forwards + (self._state.num_forwards if self._state else 0)
 
     def advance(self, start: int, stop: int) -> None:
         """Compute the logits of a block of steps, which follows the last one.
@@ -186,7 +180,6 @@ class ForcedMember:
         twin.follow([PlainContext(self._texts[row].context(step)) for row, step in branches])
         self._place_of.update((branch, (len(self._logits), place)) for place, branch in enumerate(branches))
         self._logits.append(twin.logits())
-        self._num_branch_forwards += twin.num_forwards
 
     def _run_step(self, step: int) -> None:
         assert self._state is not None
