@@ -734,7 +734,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             MemberError: If a member fails or gives NaN.
         """
         call = self._call(method, weights)
-        pairs = read_pairs(self._members, self.tokenizer, prompts, continuations)
+        pairs = read_pairs(self._members[0], self.tokenizer, prompts, continuations)
         token_method = None
         if not call.is_by_primary and not call.is_by_spans:
             eos: Any = self.generation_config.eos_token_id

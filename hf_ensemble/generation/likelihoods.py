@@ -1,7 +1,7 @@
 """How likely given continuations are under an ensemble."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,7 +106,7 @@ def _start_ids(primary: Member) -> list[int]:
 
 
 def read_pairs(
-    members: Sequence[Member],
+    primary: Member,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str | Sequence[int]],
     continuations: Sequence[str | Sequence[int]],
@@ -127,11 +127,11 @@ def read_pairs(
     for n, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
         if isinstance(prompt, str) and isinstance(continuation, str):
             empty = Pair([], [], 0)
-            pairs.append(split_texts(tokenizer, members[0], prompt, continuation) if continuation else empty)
+            pairs.append(split_texts(tokenizer, primary, prompt, continuation) if continuation else empty)
         elif isinstance(prompt, str) or isinstance(continuation, str):
             raise ConfigurationError(f"prompt and continuation {n} have to be both texts or both ids, but are not.")
         else:
-            pairs.append(_pair_of_ids(members[0], _as_ids(prompt, n), _as_ids(continuation, n)))
+            pairs.append(_pair_of_ids(primary, _as_ids(prompt, n), _as_ids(continuation, n)))
     return pairs
 
 
@@ -269,24 +269,12 @@ class _Batch:
 
     def score(self) -> list[tuple[float, bool]]:
         """Log-probability of every continuation, and whether it is the greedy one."""
-        longest = max(self._num_steps)
-        widest = max(self._members[index].vocab_size for index in self._forced)
-        size = max(1, _MAX_LOGITS // (len(self._pairs) * widest))
-        mixed_size = max(1, _MAX_MIXED // len(self._method.union))
         log_probs = [0.0] * len(self._pairs)
         choices: list[list[int]] = [[] for _ in self._pairs]
-        for start in range(0, longest, size):
-            stop = min(start + size, longest)
-            for forced in self._forced.values():
-                forced.advance(start, stop)
-            steps = [
-                (row, step) for row, count in enumerate(self._num_steps) for step in range(start, min(stop, count))
-            ]
-            for n in range(0, len(steps), mixed_size):
-                part = steps[n : n + mixed_size]
-                for (row, _), log_prob, choice in zip(part, *self._mix(part), strict=True):
-                    log_probs[row] += log_prob
-                    choices[row].append(choice)
+        for steps in _advance(list(self._forced.values()), self._num_steps, len(self._method.union)):
+            for (row, _), log_prob, choice in zip(steps, *self._mix(steps), strict=True):
+                log_probs[row] += log_prob
+                choices[row].append(choice)
         return [
             (log_prob, self._is_greedy(pair.continuation, chosen))
             for log_prob, pair, chosen in zip(log_probs, self._pairs, choices, strict=True)
@@ -451,29 +439,35 @@ def _score_alone(
     _check_positions([member], {0: texts}, numbers)
     forced = ForcedMember(member, texts)
     no_token = torch.as_tensor(member.encoder.token_bytes.kinds == NO_TOKEN)
-    longest = max(text.num_steps for text in texts.values())
-    size = max(1, _MAX_LOGITS // (len(rows) * member.vocab_size))
-    mixed_size = max(1, _MAX_MIXED // member.vocab_size)
     log_probs, is_greedy = [0.0] * len(rows), [True] * len(rows)
+    for steps in _advance([forced], [len(continuation) for _, continuation in rows], member.vocab_size):
+        logits = forced.take(steps).float()
+        if not all_columns:
+            logits = logits.masked_fill(no_token.to(logits.device), -torch.inf)
+        targets = torch.tensor([rows[row][1][step] for row, step in steps], device=logits.device)
+        normalizers = log_normalizer(logits)
+        own = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        host = torch.stack([own, (logits.argmax(-1) == targets).float(), normalizers]).cpu().double()
+        for (row, step), log_prob, greedy, normalizer in zip(steps, *host.tolist(), strict=True):
+            if not math.isfinite(normalizer):
+                raise _not_finite(member, numbers[row], step)
+            log_probs[row] += log_prob
+            is_greedy[row] &= bool(greedy)
+    return list(zip(log_probs, is_greedy, strict=True))
+
+
+def _advance(members: Sequence[ForcedMember], num_steps: Sequence[int], width: int) -> Iterator[list[tuple[int, int]]]:
+    """Advance members along their texts, and yield the (row, step) pairs that are mixed at once, over `width` columns."""
+    longest = max(num_steps)
+    size = max(1, _MAX_LOGITS // (len(num_steps) * max(forced.member.vocab_size for forced in members)))
+    mixed_size = max(1, _MAX_MIXED // width)
     for start in range(0, longest, size):
         stop = min(start + size, longest)
-        forced.advance(start, stop)
-        steps = [(row, step) for row, text in texts.items() for step in range(start, min(stop, text.num_steps))]
+        for forced in members:
+            forced.advance(start, stop)
+        steps = [(row, step) for row, count in enumerate(num_steps) for step in range(start, min(stop, count))]
         for n in range(0, len(steps), mixed_size):
-            part = steps[n : n + mixed_size]
-            logits = forced.take(part).float()
-            if not all_columns:
-                logits = logits.masked_fill(no_token.to(logits.device), -torch.inf)
-            targets = torch.tensor([rows[row][1][step] for row, step in part], device=logits.device)
-            normalizers = log_normalizer(logits)
-            own = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-            host = torch.stack([own, (logits.argmax(-1) == targets).float(), normalizers]).cpu().double()
-            for (row, step), log_prob, greedy, normalizer in zip(part, *host.tolist(), strict=True):
-                if not math.isfinite(normalizer):
-                    raise _not_finite(member, numbers[row], step)
-                log_probs[row] += log_prob
-                is_greedy[row] &= bool(greedy)
-    return list(zip(log_probs, is_greedy, strict=True))
+            yield steps[n : n + mixed_size]
 
 
 def _not_finite(member: Member, number: int, step: int) -> MemberError:
