@@ -864,13 +864,13 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         if call is None:
             return stock
+        prompt = kwargs["encoder_input_ids"].repeat_interleave(copies, dim=0)
+        mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
+        eos_ids = _ids_of(generation_config._eos_token_tensor)
         if call.is_by_primary:
             if call.num_decision_entries is None:
                 return stock
-            prompt = kwargs["encoder_input_ids"].repeat_interleave(copies, dim=0)
-            mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
-            primary = self._members[0]
-            ends = eos_ids_of([primary], _ids_of(generation_config._eos_token_tensor))[0]
+            ends = eos_ids_of(self._members[:1], eos_ids)[0]
             maps = MemberMaps(self.union_vocabulary, 0, ends, prompt.device)
             call.recorder = DecisionRecorder(self._members, [maps], prompt, mask, call.num_decision_entries)
             return LogitsProcessorList([PrimaryRecorder(call.recorder, len(self._members)), *stock])
@@ -878,19 +878,14 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             processors = _CallProcessors(self._processors_for_spans(stock, call.weights.participants))
             processors.call = call
             return processors
-        eos_ids = _ids_of(generation_config._eos_token_tensor)
         is_beam_search = generation_config.num_beams > 1
         decides_over_union = not is_beam_search and all(type(item).__name__ in _WARPERS for item in stock)
-        model_kwargs = kwargs.get("model_kwargs") or {}
-        prompt = kwargs["encoder_input_ids"]
-        mask = model_kwargs.get("attention_mask")
         keeps_rows = bool(
             generation_config.return_dict_in_generate
             and (generation_config.output_logits or generation_config.output_scores)
         )
         if call.method.draws_one:
             self._refuse_all_but_plain_sampling(generation_config, stock)
-        prompt = prompt.repeat_interleave(copies, dim=0)
         method = self._method(call.method, eos_ids)
         is_wide = decides_over_union and method.is_wide
         if call.num_decision_entries is not None:
