@@ -238,7 +238,7 @@ class Decisions:
             )
         several = [d for d in decisions if sum(said is not None for said in d.members) > 1]
         notes = [
-            f"{len(decisions)} {'spans' if self.is_by_spans else 'decisions'} in {_counted(len(self.rows), 'text')}"
+            f"{len(decisions)} {'spans' if self.is_by_spans else 'decisions'} in {len(self.rows)} {'text' if len(self.rows) == 1 else 'texts'}"
         ]
         if several:
             agreed = sum(decision.agreement == 1 for decision in several)
@@ -351,7 +351,3 @@ def _share(count: int, total: int, kind: str = "plain") -> str:
         return "<td>–</td>"
     share = 100 * count / total
     return f'<td><span class="bar {kind}" style="width:{share * 0.9:.1f}px"></span>{share:.0f} %</td>'
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -17,6 +17,7 @@ MAX_IDS = 1 << 22
 """Ids that are kept, over all conversations; beyond that, those go that have not been used for longest."""
 
 _LEAST = 64
+"""Ids that a conversation counts as at least, so that short ones do not pile up without end."""
 
 _lock = threading.Lock()
 _conversations: OrderedDict[bytes, tuple[Conversation, int]] = OrderedDict()
