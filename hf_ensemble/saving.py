@@ -114,7 +114,7 @@ def plan_push(parts: EnsembleParts, include_members: bool, api: HfApi) -> SavePl
     return SavePlan(parts, _checked_config(parts, items))
 
 
-def write_ensemble(plan: SavePlan, folder: Path, max_shard_size: int | str, card: str | None = None) -> None:
+def write_ensemble(plan: SavePlan, folder: Path, max_shard_size: int | str, card: str) -> None:
     """Write what was planned: first all of it beside its place, then into place, the configuration last.
 
     A save that fails leaves what was in the folder as it was. Files of other names stay, and so does a README.
@@ -250,16 +250,17 @@ def _plan_bundle(parts: EnsembleParts) -> SavePlan:
 
 def _check_writable(member: Member) -> None:
     model: Any = member.model
-    problem = remedy = None
     quantizer = getattr(model, "hf_quantizer", None)
-    if _is_from_gguf(model):
-        quantizer = None
-    if quantizer is not None and not quantizer.is_serializable():
-        problem, remedy = "is quantised in a way that cannot be written", "Name it by its Hub id or path instead"
-    elif getattr(model, "_hf_peft_config_loaded", False):
-        problem, remedy = "carries adapters, which are written apart from the model", "Merge them into it first"
-    if problem is not None:
-        raise ConfigurationError(f"member {member.name!r} cannot be included: it {problem}. {remedy}.")
+    if quantizer is not None and not _is_from_gguf(model) and not quantizer.is_serializable():
+        raise ConfigurationError(
+            f"member {member.name!r} cannot be included: it is quantised in a way that cannot be written. Name it by its "
+            "Hub id or path instead."
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigurationError(
+            f"member {member.name!r} cannot be included: it carries adapters, which are written apart from the model. "
+            "Merge them into it first."
+        )
     _check_generation_config(getattr(model, "generation_config", None), f"member {member.name!r}'s")
 
 
