@@ -4,13 +4,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers.utils import logging
 
 from .config import check_positive_integer
 from .errors import ConfigurationError
-from .member import Member
+from .member import Member, padded_left
 
 Metric = Callable[[str, Any], float]
 """From a response and the example's reference to a number, the higher the better."""
@@ -159,16 +158,14 @@ def run_batches(
     pad = tokenizer.pad_token_id or 0
     for start in range(0, len(prompts), batch_size):
         rows = tokenizer(list(prompts[start : start + batch_size]))["input_ids"]
-        width = max(map(len, rows))
-        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-        output = model.generate(input_ids=ids, attention_mask=mask, **options)
+        ids, mask = padded_left(rows, pad)
+        output = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **options)
         if not isinstance(output, Tensor) or len(output) != len(rows):
             raise ConfigurationError(
                 "the options of `generate` have to give one text a prompt: leave out `num_return_sequences` and "
                 "`return_dict_in_generate`."
             )
-        yield tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+        yield tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
 
 
 def run_members(

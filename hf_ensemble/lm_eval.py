@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from .config import METHODS, method_config
 from .errors import ConfigurationError
-from .generation.likelihoods import encode_text, padded_left
+from .generation.likelihoods import encode_text
+from .member import padded_left
 from .model import EnsembleForCausalLM
 
 try:

@@ -567,3 +567,12 @@ class _SeparateRow:
             self.cache = copy.deepcopy(snapshot)
         else:
             self.length, self.cache = 0, None
+
+
+def padded_left(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows of ids padded on the left, and 1 for what is no padding, each of shape `(num_rows, longest)`."""
+    width = max(map(len, rows))
+    missing = [width - len(row) for row in rows]
+    ids = torch.tensor([[pad] * n + list(row) for n, row in zip(missing, rows, strict=True)])
+    mask = torch.tensor([[0] * n + [1] * len(row) for n, row in zip(missing, rows, strict=True)])
+    return ids, mask

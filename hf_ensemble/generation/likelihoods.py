@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ..chat.rendering import ChatRenderer
 from ..config import MethodConfig, SweetSpanConfig, check_positive_integer
 from ..errors import ConfigurationError, MemberError
-from ..member import Member
+from ..member import Member, padded_left
 from ..methods.base import TokenMethod
 from ..mixing import fold, log_normalizer
 from ..vocabulary.context import MemberContext
@@ -488,12 +488,3 @@ def _check_positions(
                     f"member {members[index].name!r} has positions for {limit} ids, but prompt and continuation "
                     f"{numbers[row]} take {text.longest} of its ids. Shorten the prompt, or score the text in parts."
                 )
-
-
-def padded_left(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Rows padded on the left with 0, and 1 for what is no padding, each of shape `(num_rows, longest)`."""
-    width = max(map(len, rows))
-    missing = [width - len(row) for row in rows]
-    ids = torch.tensor([[0] * n + list(row) for n, row in zip(missing, rows, strict=True)])
-    mask = torch.tensor([[0] * n + [1] * len(row) for n, row in zip(missing, rows, strict=True)])
-    return ids, mask
