@@ -168,6 +168,25 @@ def run_batches(
         yield tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
 
 
+def member_options(member: Member, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `generate` for a member that runs alone: with its own EOS ids, and its tokenizer for stop strings.
+
+    Raises:
+        ConfigurationError: If an option names ids of one tokenizer.
+    """
+    if "eos_token_id" in options:
+        raise ConfigurationError(
+            "`eos_token_id` cannot be used here: the ids of one tokenizer mean something else in another. Use "
+            "`stop_strings`, or add the ids to a member with `MemberConfig(eos_token_id=...)`."
+        )
+    own = dict(options)
+    if member.eos_token_ids:
+        own["eos_token_id"] = member.eos_token_ids
+    if "stop_strings" in options:
+        own["tokenizer"] = member.tokenizer
+    return own
+
+
 def run_members(
     members: Sequence[Member],
     prompts: Sequence[str],
@@ -185,19 +204,10 @@ def run_members(
     """
     if max_new_tokens is None:
         raise ConfigurationError("`max_new_tokens` must be given to run the members.")
-    if "eos_token_id" in options:
-        raise ConfigurationError(
-            "`eos_token_id` cannot be used here: the ids of one tokenizer mean something else in another. Use "
-            "`stop_strings`, or add the ids to a member with `MemberConfig(eos_token_id=...)`."
-        )
+    own_options = [member_options(member, options) for member in members]
     responses: list[list[str]] = []
     with logging.tqdm(total=len(members) * len(prompts), desc="running members", unit="prompt") as bar:
-        for member in members:
-            own = dict(options)
-            if member.eos_token_ids:
-                own["eos_token_id"] = member.eos_token_ids
-            if "stop_strings" in options:
-                own["tokenizer"] = member.tokenizer
+        for member, own in zip(members, own_options, strict=True):
             responses.append([])
             for batch in run_batches(member.model, member.tokenizer, prompts, max_new_tokens, batch_size, own):
                 responses[-1] += batch

@@ -5,6 +5,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..development import member_options
 from ..model import EnsembleForCausalLM
 from . import arguments
 from .output import json_line, output
@@ -75,13 +76,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _alone(ensemble: EnsembleForCausalLM, prompt: str, options: dict[str, Any]) -> list[_Text]:
-    texts = []
-    for member in ensemble._members:
-        own = dict(options, tokenizer=member.tokenizer)
-        if member.eos_token_ids:
-            own["eos_token_id"] = member.eos_token_ids
-        texts.append(_go_on(member.name, member.model, member.tokenizer, prompt, own))
-    return texts
+    return [
+        _go_on(member.name, member.model, member.tokenizer, prompt, member_options(member, options))
+        for member in ensemble._members
+    ]
 
 
 def _go_on(name: str, model: Any, tokenizer: Any, prompt: str, options: dict[str, Any]) -> _Text:

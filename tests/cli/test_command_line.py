@@ -107,6 +107,7 @@ def test_help_names_every_command(capsys):
         ("generate Hi --members model-a model-b --output ''", 1, "no name of a file"),
         ("generate Hi --members model-a model-b --set guidance_scale=2", 1, "guidance_scale"),
         ("generate Hi --members model-a model-b --set nonsense=2", 1, "nonsense.*--traceback"),
+        ("compare Hi --members model-a model-b --set eos_token_id=5", 1, "`eos_token_id` cannot be used here"),
         ("select --members model-a model-b", 2, "either `--scores`, or `--examples`"),
         ("select --members model-a model-b --examples dev.jsonl", 2, "belong together"),
         ("select --members model-a model-b --scores 1 2 --save model-a", 2, "exists already"),
