@@ -12,13 +12,17 @@ from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
+from jinja2 import TemplateError
+
 from .errors import ConfigurationError, MemberError
 from .model import EnsembleForCausalLM
 
 try:
     import fastapi
     import uvicorn
+    from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse, StreamingResponse
+    from starlette.exceptions import HTTPException
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.model_manager import ModelManager, TimedModel
@@ -187,9 +191,6 @@ def build_app(ensemble: EnsembleForCausalLM, name: str | None = None, *, enable_
 
 def _answer_errors(app: Any) -> None:
     """Let errors that a request causes be answered with their text, where clients look for it."""
-    from fastapi.exceptions import RequestValidationError
-    from jinja2 import TemplateError
-    from starlette.exceptions import HTTPException
 
     def answer(status: int, message: str) -> Any:
         kind = "invalid_request_error" if status < 500 else "server_error"
