@@ -179,13 +179,13 @@ class TokenFusion:
             drawn = torch.multinomial(plan[deciding], 1)[:, 0]
             plan = plan.clone()
             plan[deciding] = torch.eye(len(self.members))[drawn]
-        self._closed = closed = set()
+        self._closed = set()
         if self._gate is not None and deciding:
-            self._closed = closed = self._closed_rows(deciding, logits)
+            self._closed = self._closed_rows(deciding, logits)
             plan = plan.clone()
-            plan[list(closed)] = torch.eye(len(self.members))[self._gate[0]]
+            plan[list(self._closed)] = torch.eye(len(self.members))[self._gate[0]]
         for row in deciding:
-            self._num_ensembled[row] += row not in closed
+            self._num_ensembled[row] += row not in self._closed
         return plan
 
     def _closed_rows(self, rows: Sequence[int], logits: list[Tensor | None]) -> set[int]:
