@@ -237,9 +237,8 @@ class Decisions:
                 "<td>–</td><td>–</td><td>–</td></tr>"
             )
         several = [d for d in decisions if sum(said is not None for said in d.members) > 1]
-        notes = [
-            f"{len(decisions)} {'spans' if self.is_by_spans else 'decisions'} in {len(self.rows)} {'text' if len(self.rows) == 1 else 'texts'}"
-        ]
+        kind = "spans" if self.is_by_spans else "decisions"
+        notes = [f"{len(decisions)} {kind} in {len(self.rows)} {'text' if len(self.rows) == 1 else 'texts'}"]
         if several:
             agreed = sum(decision.agreement == 1 for decision in several)
             notes.append(f"all members agreed in {agreed} of the {len(several)} in which several were heard")
