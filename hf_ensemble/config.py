@@ -350,7 +350,12 @@ def method_config(method: "str | MethodConfig | dict[str, Any]") -> MethodConfig
     options = dict(method) if isinstance(method, dict) else {}
     name = options.pop("name", None) if isinstance(method, dict) else method
     if name not in METHODS:
-        raise ConfigurationError(f"unknown method {name!r}. Known methods: {', '.join(sorted(METHODS))}.")
+        own = (
+            " A method of your own has to be in `hf_ensemble.config.METHODS` first."
+            if isinstance(method, dict)
+            else ""
+        )
+        raise ConfigurationError(f"unknown method {name!r}. Known methods: {', '.join(sorted(METHODS))}.{own}")
     known = {option.name for option in dataclasses.fields(METHODS[name])}
     if unknown := sorted(set(options) - known):
         raise ConfigurationError(f"method {name!r} has no option {unknown[0]!r}. Options: {sorted(known) or 'none'}.")

@@ -54,7 +54,8 @@ class EnsembleLM(TemplateLM):
         method: Name of the method. Default: the ensemble's own, else `"gac"`, which gives every token a probability.
         weights: Mixing weights: a list, or one string with commas.
         batch_size: Number of requests that run together.
-        device: Where the members go. Default: the GPU if there is one, else the CPU.
+        device: Where the members go. Default: the GPU if there is one, else the CPU. `"cuda:0"`, which the harness's
+            command line passes where no device was said, is the CPU too if there is no GPU, as in its `hf` model.
         dtype: Dtype of the members' weights, as in `from_pretrained`.
         max_length: Most ids of the primary in a request; longer prompts are cut on the left. Default: the least of the
             members' own.
@@ -100,7 +101,10 @@ class EnsembleLM(TemplateLM):
             if members is not None:
                 source = members.split(",") if isinstance(members, str) else list(members)
                 config = config or method_config("gac")
-            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            if not torch.cuda.is_available() and device in (None, "cuda:0"):
+                logger.warning("There is no GPU: members run on the CPU.")
+                device = "cpu"
+            device = device or "cuda"
             ensemble = EnsembleForCausalLM.from_pretrained(
                 source, method=config, weights=shares, dtype=dtype, **{"device_map": device, **options}
             )

@@ -141,7 +141,8 @@ def check_members(items: Sequence[MemberConfig], hub: dict[str, Any]) -> list[Pr
             config = AutoConfig.from_pretrained(path, **{k: v for k, v in options.items() if v is not None}, **hub)
         except (OSError, ValueError) as error:
             inside = "".join(f", {key} {value!r}" for key, value in options.items() if value is not None)
-            raise ConfigurationError(f"member {name!r}{inside} cannot be loaded: {error}") from error
+            no_folder = "" if local.is_dir() else f" (There is no folder {path!r} here either.)"
+            raise ConfigurationError(f"member {name!r}{inside} cannot be loaded: {error}{no_folder}") from error
         if isinstance(config, EnsembleConfig):
             raise ConfigurationError(f"member {name!r} is an ensemble itself. List its members instead.")
         if config.is_encoder_decoder:

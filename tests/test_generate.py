@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from hf_ensemble import ConfigurationError, GacConfig, MemberError, UniteConfig
+from hf_ensemble.config import method_config
 from tests import tiny
 from tests.contracts import (
     AVERAGING,
@@ -893,3 +894,8 @@ def test_a_copy_generates_the_same(ensemble, rows):
     twin = copy.deepcopy(ensemble)
     assert_same_output(run(twin, rows, method="gac"), expected)
     assert all(a is not b for a, b in zip(twin.members, ensemble.members, strict=True))
+
+
+def test_a_saved_method_that_is_not_known_here_says_where_to_put_it():
+    with pytest.raises(ConfigurationError, match=r"'unheard-of'. Known methods: .*hf_ensemble\.config\.METHODS"):
+        method_config({"name": "unheard-of", "power": 2.0})

@@ -174,8 +174,10 @@ def test_local_tasks_run(tasks, caches):
 def test_the_command_line_knows_ensembles(tasks, caches, tmp_path, monkeypatch, capsys):
     members = tiny.save_pair(tmp_path, "a", "b")
     model_args = f"members={members[0]},{members[1]},method=gac,weights=0.5,0.5"
-    command = ["run", "--model", "hf_ensemble", "--model_args", model_args, "--tasks", "choice", "--device", "cpu"]
+    command = ["run", "--model", "hf_ensemble", "--model_args", model_args, "--tasks", "choice"]
     monkeypatch.setattr(sys, "argv", ["lm_eval", *command, "--include_path", str(tasks)])
+    # Without `--device` the harness passes "cuda:0", GPU or not.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     # Reading all the harness's own tasks takes a minute.
     monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))
     main()
