@@ -80,6 +80,18 @@ def make_ensemble(models: Sequence, tokenizers: Sequence, **options: Any) -> Ens
     return EnsembleForCausalLM.from_members(models, tokenizers, member_configs=names, **options)
 
 
+@functools.cache
+def small():
+    """A tokenizer of few entries."""
+    return tiny.byte_level_bpe(400)
+
+
+@functools.cache
+def large():
+    """Has ` capital`, which `small` writes with several ids."""
+    return tiny.byte_level_bpe(500)
+
+
 CORE_RECIPES = (
     Recipe((("llama", "smol"), ("gemma3", "gemma"))),
     Recipe((("gemma3", "gemma"), ("mixtral", "unigram"))),

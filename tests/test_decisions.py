@@ -1,6 +1,5 @@
 """Decisions: what is recorded is what the members said, recording changes nothing, and the page is safe."""
 
-import functools
 import json
 import re
 from html.parser import HTMLParser
@@ -11,7 +10,7 @@ import torch
 from hf_ensemble import ConfigurationError, Decisions, GacConfig, MemberDecision, SweetSpanConfig, UniteConfig
 from hf_ensemble.decisions import Decision, Entry, texts_of_pieces
 from tests import tiny
-from tests.contracts import CORE_RECIPES, PROMPTS, make_ensemble, padded, prompt_rows
+from tests.contracts import CORE_RECIPES, PROMPTS, large, make_ensemble, padded, prompt_rows, small
 
 pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 
@@ -30,17 +29,6 @@ def ensemble():
 @pytest.fixture(scope="module")
 def batch(ensemble):
     return padded(prompt_rows(ensemble), fill=lambda n: ensemble.tokenizer.pad_token_id)
-
-
-@functools.cache
-def small():
-    return tiny.byte_level_bpe(400)
-
-
-@functools.cache
-def large():
-    """Has ` capital`, which `small` writes with several ids."""
-    return tiny.byte_level_bpe(500)
 
 
 def scripted(*scripts, **options):

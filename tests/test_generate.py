@@ -29,12 +29,14 @@ from tests.contracts import (
     assert_same_output,
     changed_logits,
     from_call,
+    large,
     make_ensemble,
     new_ids,
     padded,
     prompt_rows,
     reference_member,
     run,
+    small,
 )
 from tests.reference import Reference
 
@@ -57,17 +59,6 @@ def rows(ensemble):
 @pytest.fixture
 def batch(ensemble):
     return padded(prompt_rows(ensemble), fill=lambda n: ensemble.tokenizer.pad_token_id)
-
-
-@functools.cache
-def small():
-    return tiny.byte_level_bpe(400)
-
-
-@functools.cache
-def large():
-    """Has ` capital`, which `small` writes with several ids."""
-    return tiny.byte_level_bpe(500)
 
 
 def id_of(tokenizer, text):
