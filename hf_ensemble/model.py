@@ -900,10 +900,11 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             prompt,
             mask,
             is_wide=decides_over_union,
-            runs_primary=not method.starts_from_primary and self._primary_can_wait(call, generation_config),
+            runs_primary=self._primary_can_wait(call, generation_config, method),
             keep_rows=keeps_rows,
             own_prompts=call.own_prompts,
             recorder=call.recorder,
+            max_new_tokens=generation_config.max_length - kwargs["input_ids_seq_length"],
         )
         first = FusionProcessor(call.fusion, is_beam_search)
         if mask is not None:
@@ -916,15 +917,15 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         processors.call = call
         return processors
 
-    @staticmethod
-    def _primary_can_wait(call: _Call, generation_config: Any) -> bool:
-        """Whether the primary runs only where it is needed, since it is not at every step."""
+    def _primary_can_wait(self, call: _Call, generation_config: Any, method: TokenMethod) -> bool:
+        """Whether the primary need not run in the decoding loop: not every step needs it, or its steps are captured."""
         gate = call.method.gate_rule
         needs_it = gate[0] == 0 if gate else 0 in call.weights.participants and not call.method.draws_one
+        needs_it |= method.starts_from_primary
         # What only its own pass through the decoding loop can give.
         outputs = generation_config.output_attentions or generation_config.output_hidden_states
         return not (
-            needs_it
+            (needs_it and not self._members[0].is_captured)
             or call.has_cache
             or generation_config.num_beams > 1
             or generation_config.use_cache is False

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .cached_rows import PlainContext
 from .config import is_number
 from .errors import ConfigurationError, MemberError
 from .generation.prompts import OwnPrompts, read_prompts
-from .member import Member, MemberState, PlainContext
+from .member import Member, MemberState
 from .model import EnsembleForCausalLM
 from .vocabulary.token_bytes import NO_TOKEN
 

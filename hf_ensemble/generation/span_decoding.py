@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..cached_rows import PlainContext
 from ..config import SweetSpanConfig
 from ..errors import MemberError
-from ..member import Member, MemberState, PlainContext
+from ..member import Member, MemberState
 from ..methods.sweetspan import SpanChoice, choose_span, span_score
 from ..vocabulary.context import MemberContext
 from ..vocabulary.encoding import split_begun_character
@@ -524,8 +525,10 @@ class SpanDecoder:
             chosen = [None if n is None else readings[index][place][n] for place, n in enumerate(winners)]
             old = self._contexts[index]
             self._contexts[index] = [item.context if item else old[place] for place, item in enumerate(chosen)]
-            self._states[index] = _continued(state, forks[index], [item.fork_row if item else None for item in chosen])
-            self._states[index].follow(self._contexts[index])
+            fork, fork_rows = forks[index], [item.fork_row if item else None for item in chosen]
+            if fork is not None and any(row is not None for row in fork_rows):
+                state.adopt(fork, fork_rows)
+            state.follow(self._contexts[index])
         warn_of_losses(self.members, self._contexts, self._warned_lossy)
         kept = []
         for place, (row, number) in enumerate(zip(self._rows, winners, strict=True)):
@@ -609,19 +612,6 @@ class _Masks:
             return torch.full_like(nothing, -torch.inf), torch.full_like(nothing, -1, dtype=torch.long)
         at_eos = log_probs[:, self._eos_ids]
         return at_eos.logsumexp(-1), self._eos_ids[at_eos.argmax(-1)]
-
-
-def _continued(
-    state: MemberState[Any], fork: MemberState[Any] | None, fork_rows: Sequence[int | None]
-) -> MemberState[Any]:
-    """The state in which every row has read its span: its own where it has no row of the fork."""
-    if fork is None or all(row is None for row in fork_rows):
-        return state
-    num_rows = len(fork_rows)
-    state.join(fork)
-    rows = [place if row is None else num_rows + row for place, row in enumerate(fork_rows)]
-    state.select(rows, [state.contexts[row] for row in rows])
-    return state
 
 
 def decode_spans(

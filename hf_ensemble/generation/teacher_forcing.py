@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..member import Member, MemberState, PlainContext
+from ..cached_rows import PlainContext
+from ..member import Member, MemberState
 from ..vocabulary.context import MemberContext
 
 _MAX_BRANCH_IDS = 2**13

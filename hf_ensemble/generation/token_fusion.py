@@ -42,6 +42,7 @@ class TokenFusion:
         keep_rows: Whether to keep the rows of `scores` and `logits` that `generate` returns.
         own_prompts: What members read in place of the text of the prompt ids.
         recorder: What records the decisions; None if nothing does.
+        max_new_tokens: Most ids that a row can take, where that is known.
 
     Attributes:
         states: The state of each member that runs here, by member index.
@@ -61,6 +62,7 @@ class TokenFusion:
         keep_rows: bool = False,
         own_prompts: OwnPrompts | None = None,
         recorder: DecisionRecorder | None = None,
+        max_new_tokens: int = 0,
     ):
         self.members = list(members)
         self.method = method
@@ -101,7 +103,12 @@ class TokenFusion:
         if runs_primary:
             contexts[0] = [MemberContext.of_ids(members[0].encoder, ids) for ids in prompts.ids]
         self.runs_primary = runs_primary
-        self.states = {index: MemberState(members[index], rows) for index, rows in contexts.items()}
+        self._max_new = max_new_tokens
+        # Members cut texts into up to about half as many ids again.
+        num_expected = max_new_tokens + max_new_tokens // 2
+        self.states = {
+            index: MemberState(members[index], rows, num_expected=num_expected) for index, rows in contexts.items()
+        }
         self._warned_lossy: set[int] = set()
         self._warn_of_losses()
 
@@ -130,9 +137,15 @@ class TokenFusion:
         if self._prompt_of_row is not None:
             waiting = {index for index in self.states if not needed[:, index].any()}
             self._expand_prompts(waiting)
-        for index in self.states:
-            if logits[index] is None:
-                logits[index] = self._run(index, [row for row in self._live if needed[row, index]], primary.device)
+        rows_of = {
+            index: [row for row in self._live if needed[row, index]] for index in self.states if logits[index] is None
+        }
+        for index, rows in rows_of.items():
+            if rows:
+                # All are started before one is waited for.
+                self.states[index].start(rows=[self._place_of[row] for row in rows])
+        for index, rows in rows_of.items():
+            logits[index] = self._run(index, rows, primary.device)
         if plan is not self._last_plan:
             self._last_plan, self._last_plan_there = plan, plan.to(primary.device)
         weights = self._last_plan_there
@@ -326,7 +339,9 @@ class TokenFusion:
         packed.append(torch.zeros_like(last) if self._empty is None else self._empty.long())
         if self._normalizers is not None:
             packed.append((~self._normalizers.isfinite()).long().flatten())
-        host = torch.cat([part.to(last.device) for part in packed]).tolist()
+        on_device = torch.cat([part.to(last.device) for part in packed])
+        self._run_primary_ahead(last)
+        host = on_device.tolist()
         ids, chosen, ends, empty = (host[n * batch_size : (n + 1) * batch_size] for n in range(4))
         self._check_members(host[4 * batch_size :], self.num_steps)
         for row in self._live:
@@ -344,6 +359,20 @@ class TokenFusion:
             self._recorder.choose(last if self._chosen is None else self._chosen, done)
         self._chosen = None
         return done
+
+    def _run_primary_ahead(self, last_ids: Tensor) -> None:
+        """Start the primary's next step, whose input is known on the device, before the host and the others follow."""
+        always_needed = self._gate is None and not self._draws and self._last_plan is not None
+        if (
+            not (self.runs_primary and always_needed and self.num_steps < self._max_new)
+            or any(self._queues[row] for row in self._live)
+            or self._prompt_of_row is not None
+        ):
+            return
+        assert self._last_plan is not None
+        if bool((self._last_plan[self._live, 0] != 0).all()):
+            live = torch.tensor(self._live, device=last_ids.device) if len(self._live) < len(last_ids) else slice(None)
+            self.states[0].run_ahead(last_ids[live])
 
     def follow_beams(self, input_ids: Tensor) -> bool:
         """Let the contexts follow rows that may have moved: each continues the row whose ids it extends by one.

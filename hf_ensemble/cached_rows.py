@@ -1,0 +1,284 @@
+"""A member's caches for the rows of one call, of whatever kind the model allows."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from .errors import MemberError
+from .vocabulary.context import num_common
+
+if TYPE_CHECKING:
+    from .member import Member
+
+_NUM_SNAPSHOTS = 8
+
+
+class ContextIds(Protocol):
+    """What a state reads of a row: its ids, and how many leading ones are unchanged since the last reading."""
+
+    ids: list[int]
+    num_kept: int
+
+
+@dataclass
+class PlainContext:
+    """Ids that whoever holds them changes."""
+
+    ids: list[int]
+    num_kept: int = 0
+
+    def change(self, ids: list[int]) -> None:
+        """Put other ids in their place; of those that are cached, what both begin with stays."""
+        self.num_kept = min(self.num_kept, num_common(self.ids, ids))
+        self.ids = ids
+
+
+class WaitingContext(PlainContext):
+    """What is cached of a row that is not wanted just now."""
+
+
+def _join_rows(a: Tensor, b: Tensor, missing: int) -> Tensor:
+    """Put the rows of two caches together; `b` is `missing` positions shorter than `a` (or `-missing` longer)."""
+    a = torch.nn.functional.pad(a, (0, 0, max(0, -missing), 0))
+    return torch.cat([a, torch.nn.functional.pad(b, (0, 0, max(0, missing), 0))])
+
+
+class RepackedRows:
+    """One cache for all rows, without a config so that it keeps every position.
+
+    Every row's part is contiguous and ends at the right edge, because window masks count cache slots: holes may only be
+    at the left. All rows take equally many ids a forward (a row with fewer new ones computes its last ones again), so
+    the logits wanted always stand at the right edge too.
+    """
+
+    forwards_of_last_call = 1
+
+    def __init__(self, member: "Member", num_rows: int):
+        self.member = member
+        self.lengths = [0] * num_rows
+        self.cache = DynamicCache()
+
+    def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
+        """Bring rows to their contexts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
+        num_new = max(
+            max(wanted, 1, len(context.ids) - min(context.num_kept, length))
+            for context, length, wanted in zip(contexts, self.lengths, num_last, strict=True)
+        )
+        kept = [max(0, len(context.ids) - num_new) for context in contexts]
+        self._keep(kept)
+        width = max(kept)
+        device = self.member.device
+        ids = torch.tensor(
+            [[0] * (num_new - len(tail)) + tail for tail in (context.ids[-num_new:] for context in contexts)]
+        )
+        starts = torch.tensor([len(context.ids) - num_new for context in contexts])
+        positions = (starts[:, None] + torch.arange(num_new)).clamp_min(0)
+        mask = None
+        lengths = torch.tensor([len(context.ids) for context in contexts])
+        if min(len(context.ids) for context in contexts) < width + num_new:
+            mask = (torch.arange(width + num_new) >= width + num_new - lengths[:, None]).long().to(device)
+        logits = self.member.forward(ids.to(device), positions.to(device), mask, self.cache, max(num_last))
+        self.lengths = lengths.tolist()
+        return logits
+
+    def _keep(self, kept: list[int]) -> None:
+        """Roll every row back to `kept` ids and move what stays to the right edge."""
+        width = self.cache.get_seq_length()
+        if width == 0:
+            return
+        new_width = max(kept)
+        removed = [length - k for length, k in zip(self.lengths, kept, strict=True)]
+        if len(set(removed)) == 1:
+            start, end = width - removed[0] - new_width, width - removed[0]
+            if (start, end) != (0, width):
+                for layer in self._filled_layers():
+                    layer.keys = layer.keys[..., start:end, :]
+                    layer.values = layer.values[..., start:end, :]
+            return
+        # Column c of the new cache comes from old column c + (width - removed - new_width) of its row.
+        shift = torch.tensor([width - r - new_width for r in removed])
+        index = (torch.arange(new_width) + shift[:, None]).clamp_min(0)  # (B, new_width)
+        by_device: dict[torch.device, Tensor] = {}
+        for layer in self._filled_layers():
+            device = layer.keys.device
+            if device not in by_device:
+                by_device[device] = index.to(device)[:, None, :, None]
+            at = by_device[device]
+            layer.keys = layer.keys.gather(2, at.expand(*layer.keys.shape[:2], -1, layer.keys.shape[-1]))
+            layer.values = layer.values.gather(2, at.expand(*layer.values.shape[:2], -1, layer.values.shape[-1]))
+
+    def _filled_layers(self) -> list[Any]:
+        layers = [layer for layer in self.cache.layers if getattr(layer, "is_initialized", True)]
+        if any(type(layer) is not DynamicLayer for layer in layers):
+            kinds = sorted({type(layer).__name__ for layer in layers})
+            raise MemberError(f"member {self.member.name!r} keeps a cache that cannot be repacked: {kinds}.")
+        return layers
+
+    def hold(self) -> None:
+        """Nothing to do: every position stays."""
+
+    def fork(self, rows: Sequence[int]) -> "RepackedRows":
+        """Rows of their own that continue from these."""
+        twin = copy.copy(self)
+        # Tensors are never changed in place, so both may hold the same ones.
+        twin.cache = copy.copy(self.cache)
+        twin.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        twin.select(rows)
+        return twin
+
+    def adopt(self, fork: "RepackedRows", rows: Sequence[int | None]) -> None:
+        """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
+        num_rows = len(self.lengths)
+        self._join(fork)
+        self.select([place if row is None else num_rows + row for place, row in enumerate(rows)])
+
+    def collect(self, logits: Tensor) -> Tensor:
+        """Nothing to wait for."""
+        return logits
+
+    def _join(self, other: "RepackedRows") -> None:
+        missing = self.cache.get_seq_length() - other.cache.get_seq_length()
+        for mine, theirs in zip(self._filled_layers(), other._filled_layers(), strict=True):
+            mine.keys = _join_rows(mine.keys, theirs.keys, missing)
+            mine.values = _join_rows(mine.values, theirs.values, missing)
+        self.lengths = [*self.lengths, *other.lengths]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep, repeat or drop rows."""
+        if list(rows) == list(range(len(self.lengths))):
+            return
+        self.lengths = [self.lengths[row] for row in rows]
+        index = torch.tensor(list(rows), dtype=torch.long)
+        for layer in self._filled_layers():
+            layer.keys = layer.keys[index.to(layer.keys.device)]
+            layer.values = layer.values[index.to(layer.values.device)]
+
+
+class SeparateRows:
+    """One cache a row, for members whose cache cannot be cut: snapshots, or nothing cached at all."""
+
+    def __init__(self, member: "Member", num_rows: int, mode: str):
+        self.member = member
+        self.mode = mode
+        self.forwards_of_last_call = 0
+        self._rows = [_SeparateRow() for _ in range(num_rows)]
+
+    def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
+        """Bring rows to their contexts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
+        self.forwards_of_last_call = 0
+        logits = [
+            self._forward_row(row, context, wanted)
+            for row, context, wanted in zip(self._rows, contexts, num_last, strict=True)
+        ]
+        width = max(num_last)
+        return torch.cat([torch.nn.functional.pad(part, (0, 0, width - part.shape[1], 0)) for part in logits])
+
+    def _forward_row(self, row: "_SeparateRow", context: ContextIds, num_last: int) -> Tensor:
+        num_ids = len(context.ids)
+        if isinstance(context, WaitingContext):
+            like: Tensor = self.member.model.get_output_embeddings().weight
+            return like.new_zeros(1, num_last, self.member.vocab_size, device=self.member.device)
+        if context.num_kept == num_ids == row.length and row.logits is not None and row.logits.shape[1] >= num_last:
+            return row.logits[:, -num_last:]
+        if self.mode == "recompute":
+            row.logits = self._run(context.ids, 0, None, num_last)
+        else:
+            row.roll_back(min(context.num_kept, num_ids - num_last))
+            if row.cache is None:
+                row.cache = DynamicCache(config=self.member.model.config)
+            if self.mode == "row_chunks" or row.length == 0:
+                ends = [num_ids] if num_last > 1 or row.length > 0 or num_ids == 1 else [num_ids - 1, num_ids]
+            else:
+                ends = list(range(row.length + 1, num_ids + 1))
+            parts = []
+            for end in ends:
+                parts.append(
+                    self._run(context.ids[row.length : end], row.length, row.cache, min(num_last, end - row.length))
+                )
+                row.length = end
+                row.take_snapshot()
+            row.logits = torch.cat(parts, dim=1)[:, -num_last:]
+        row.length = num_ids
+        return row.logits
+
+    def _run(self, ids: list[int], start: int, cache: Cache | None, num_logits: int) -> Tensor:
+        device = self.member.device
+        positions = torch.arange(start, start + len(ids), device=device)[None]
+        self.forwards_of_last_call += 1
+        return self.member.forward(torch.tensor([ids], device=device), positions, None, cache, num_logits)
+
+    def hold(self) -> None:
+        """Keep a snapshot of the rows as they are now."""
+        for row in self._rows:
+            row.hold()
+
+    def fork(self, rows: Sequence[int]) -> "SeparateRows":
+        """Rows of their own that continue from these."""
+        twin = copy.copy(self)
+        twin._rows = [self._rows[row].fork() for row in rows]
+        return twin
+
+    def adopt(self, fork: "SeparateRows", rows: Sequence[int | None]) -> None:
+        """As in `RepackedRows`."""
+        self._rows = [own if row is None else fork._rows[row] for own, row in zip(self._rows, rows, strict=True)]
+
+    def collect(self, logits: Tensor) -> Tensor:
+        """Nothing to wait for."""
+        return logits
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep, repeat or drop rows."""
+        taken: set[int] = set()
+        selected = []
+        for row in rows:
+            selected.append(copy.deepcopy(self._rows[row]) if row in taken else self._rows[row])
+            taken.add(row)
+        self._rows = selected
+
+
+class _SeparateRow:
+    """A cache, the number of ids in it, and snapshots to roll back to."""
+
+    def __init__(self) -> None:
+        self.cache: Cache | None = None
+        self.length = 0
+        self.logits: Tensor | None = None
+        self._snapshots: list[tuple[int, Cache | None]] = []
+        self._held: tuple[int, Cache | None] | None = None
+
+    def take_snapshot(self) -> None:
+        # States change in place, so a snapshot is a copy.
+        held = [snapshot for snapshot in self._snapshots[: -_NUM_SNAPSHOTS + 1] if snapshot is self._held]
+        self._snapshots = [
+            *held,
+            *self._snapshots[-_NUM_SNAPSHOTS + 1 :],
+            (self.length, copy.deepcopy(self.cache)),
+        ]
+
+    def hold(self) -> None:
+        self._held = self._snapshots[-1] if self._snapshots else None
+
+    def fork(self) -> "_SeparateRow":
+        # Snapshots never change, so both may hold the same ones; the state itself is restored from the last of them.
+        twin = copy.copy(self)
+        twin._snapshots = list(self._snapshots)
+        twin.cache, twin.logits = None, None
+        twin.length = self.length + 1
+        return twin
+
+    def roll_back(self, num_kept: int) -> None:
+        """Return to the longest state of at most `num_kept` ids; the caller computes the rest again."""
+        if self.length <= num_kept:
+            return
+        self._snapshots = [(n, cache) for n, cache in self._snapshots if n <= num_kept]
+        if self._snapshots:
+            self.length, snapshot = self._snapshots[-1]
+            self.cache = copy.deepcopy(snapshot)
+        else:
+            self.length, self.cache = 0, None
