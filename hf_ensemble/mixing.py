@@ -54,23 +54,24 @@ def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         Their logits and ids, each of shape `(batch_size, k)`.
     """
-    # Blocks first: the k best lie in the k blocks with the best maxima, and searching those few is much faster.
-    batch_size, vocab_size = logits.shape
-    num_blocks = -(-vocab_size // _BLOCK)
-    padded = torch.nn.functional.pad(logits, (0, num_blocks * _BLOCK - vocab_size), value=-torch.inf)
-    blocks = padded.view(batch_size, num_blocks, _BLOCK)
-    best_blocks = blocks.amax(-1).topk(min(k, num_blocks), dim=-1).indices  # (B, num_best)
-    inside = blocks.gather(1, best_blocks[..., None].expand(-1, -1, _BLOCK)).flatten(1)
-    values, position = inside.topk(k, dim=-1)
-    ids = best_blocks.gather(1, position // _BLOCK) * _BLOCK + position % _BLOCK
-    # `topk` takes any of those tied with the worst taken; the lowest are wanted, so they are counted off.
-    worst = values[:, -1:]
-    num_tied = (logits == worst).cumsum(-1, dtype=torch.int32)  # (B, V), how many up to each id
-    nth = torch.arange(1, k + 1, device=logits.device, dtype=torch.int32).expand(batch_size, -1)
-    lowest_tied = torch.searchsorted(num_tied, nth.contiguous()).clamp_max(vocab_size - 1)  # (B, k)
-    num_better = (values > worst).sum(-1, keepdim=True)
-    at = torch.arange(k, device=logits.device) - num_better  # (B, k)
-    return values, torch.where(at < 0, ids, lowest_tied.gather(-1, at.clamp_min(0)))
+    # Blocks first: the k best lie in the k blocks with the best maxima (of equal ones the first), and searching those few
+    # is much faster.
+    blocks = _in_blocks(logits, -torch.inf)
+    best_blocks = _best(blocks.amax(-1), torch.arange(blocks.shape[1], device=logits.device), min(k, blocks.shape[1]))
+    ids = (best_blocks[..., None] * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
+    # Blocks are filled up with `-inf`, of which there may be others, so its ids come last.
+    values = blocks.gather(1, best_blocks[..., None].expand(-1, -1, _BLOCK)).flatten(1)
+    best = _best(values, ids, k)
+    return logits.gather(-1, best), best
+
+
+def _best(values: Tensor, ids: Tensor, k: int) -> Tensor:
+    """The ids of the k best values of every row, in order; of equal values the lowest ids first."""
+    # One whole number for both, so that no two are the same. (-0.0 + 0.0 is 0.0.)
+    bits = (values + 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (ordered.long() << 32) | (0xFFFFFFFF - ids)
+    return 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
 
 
 def log_normalizer(logits: Tensor) -> Tensor:
@@ -82,9 +83,23 @@ def log_normalizer(logits: Tensor) -> Tensor:
     Returns:
         Of shape `(batch_size,)`; NaN or infinite where a row holds NaN or `inf`, or nothing but `-inf`.
     """
+    # Blocks first: a row as a whole is the work of one of a GPU's many processors.
+    return _short_log_normalizer(_short_log_normalizer(_in_blocks(logits, -torch.inf)))
+
+
+def _in_blocks(rows: Tensor, filler: float) -> Tensor:
+    """Rows of shape `(batch_size, width)` as `(batch_size, num_blocks, _BLOCK)`."""
+    num_blocks = -(-rows.shape[-1] // _BLOCK)
+    padded = torch.nn.functional.pad(rows, (0, num_blocks * _BLOCK - rows.shape[-1]), value=filler)
+    return padded.view(len(rows), num_blocks, _BLOCK)
+
+
+def _short_log_normalizer(logits: Tensor) -> Tensor:
+    """Logsumexp over the last dimension; `-inf` where everything is."""
     # The best logit less its log-probability: two fused kernels, where `torch.logsumexp` is a chain of eight.
     best, at = logits.max(-1, keepdim=True)
-    return (best - logits.log_softmax(-1).gather(-1, at))[:, 0]
+    normalizer = best - logits.log_softmax(-1).gather(-1, at)
+    return torch.where(best == -torch.inf, best, normalizer)[..., 0]
 
 
 def fold(logprobs: Tensor, first_ids: Tensor, width: int) -> Tensor:

@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 _WIDTHS = (1, 2, 4, 8, 16)
 """Numbers of new ids a row for which steps are captured; a step takes the next one up, and longer ones are not captured."""
 
-_MIN_CAPACITY = 256
+_GRAIN = 64
+"""Capacities are multiples of it. Attention reads all slots, so there are no more than a call is expected to need."""
+
+_GROWTH = 1.5
+"""How much more capacity is taken where it has run out, and how much more than is asked for may be reused."""
 
 _MAX_RESERVE = 2048
-"""Most positions reserved for ids that are yet to come; beyond them the capacity doubles when it is used up."""
+"""Most slots reserved for ids that are yet to come."""
 
 _IDS_AT_ONCE = 8192
 """Most ids of all rows together that one forward pass takes; longer prompts are read in several."""
@@ -255,7 +259,7 @@ class BufferPool:
                 self._free.clear()
                 self._made_for = made_for
             for buffers in self._free:
-                if (buffers.num_rows, buffers.capacity) == (num_rows, capacity):
+                if buffers.num_rows == num_rows and capacity <= buffers.capacity <= _GROWTH * capacity:
                     self._free.remove(buffers)
                     buffers.clear()
                     return buffers
@@ -392,7 +396,7 @@ class StaticRows:
         if old is None:
             self._hold_buffers(_power_of_two(num_rows), _capacity(longest + self._num_expected))
         elif longest >= old.capacity:
-            self._hold_buffers(old.num_rows, _capacity(longest))
+            self._hold_buffers(old.num_rows, _capacity(max(longest, int(_GROWTH * old.capacity))))
             self._buffers.take(old, range(num_rows), range(num_rows), max(self.lengths))
             give_back()
 
@@ -404,7 +408,7 @@ class StaticRows:
 
 
 def _capacity(longest: int) -> int:
-    return max(_MIN_CAPACITY, _power_of_two(longest + 1))
+    return -(-(longest + 1) // _GRAIN) * _GRAIN
 
 
 def _power_of_two(number: int) -> int:

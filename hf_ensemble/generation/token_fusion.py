@@ -104,11 +104,9 @@ class TokenFusion:
             contexts[0] = [MemberContext.of_ids(members[0].encoder, ids) for ids in prompts.ids]
         self.runs_primary = runs_primary
         self._max_new = max_new_tokens
-        # Members cut texts into up to about half as many ids again.
-        num_expected = max_new_tokens + max_new_tokens // 2
-        self.states = {
-            index: MemberState(members[index], rows, num_expected=num_expected) for index, rows in contexts.items()
-        }
+        # An assistant may cut the text finer.
+        expected = {index: max_new_tokens if index == 0 else max_new_tokens * 5 // 4 for index in contexts}
+        self.states = {index: MemberState(members[index], rows, None, expected[index]) for index, rows in contexts.items()}
         self._warned_lossy: set[int] = set()
         self._warn_of_losses()
 
