@@ -57,21 +57,19 @@ def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # Blocks first: the k best lie in the k blocks with the best maxima (of equal ones the first), and searching those few
     # is much faster.
     blocks = _in_blocks(logits, -torch.inf)
-    best_blocks = _best(blocks.amax(-1), torch.arange(blocks.shape[1], device=logits.device), min(k, blocks.shape[1]))
-    ids = (best_blocks[..., None] * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
+    numbers = torch.arange(blocks.shape[1], device=logits.device)
+    best_blocks = _order(blocks.amax(-1), numbers).topk(min(k, blocks.shape[1]), dim=-1).indices[..., None]
     # Blocks are filled up with `-inf`, of which there may be others, so its ids come last.
-    values = blocks.gather(1, best_blocks[..., None].expand(-1, -1, _BLOCK)).flatten(1)
-    best = _best(values, ids, k)
-    return logits.gather(-1, best), best
+    ids = (best_blocks * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
+    values = blocks.gather(1, best_blocks.expand(-1, -1, _BLOCK)).flatten(1)
+    at = _order(values, ids).topk(k, dim=-1).indices
+    return values.gather(-1, at), ids.gather(-1, at)
 
 
-def _best(values: Tensor, ids: Tensor, k: int) -> Tensor:
-    """The ids of the k best values of every row, in order; of equal values the lowest ids first."""
-    # One whole number for both, so that no two are the same. (-0.0 + 0.0 is 0.0.)
-    bits = (values + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (ordered.long() << 32) | (0xFFFFFFFF - ids)
-    return 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+def _order(values: Tensor, ids: Tensor) -> Tensor:
+    """Whole numbers in the order of the values, and where those are equal, the lower the id the greater."""
+    bits = (values + 0.0).view(torch.int32)  # without -0.0
+    return torch.sub(2**31 - ids, bits ^ ((bits >> 31) & 0x7FFFFFFF), alpha=-(2**32))
 
 
 def log_normalizer(logits: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 import transformers
 from large_members import SHAPES, TEXT, Replay
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from turns import OwnLoop, TakeTurns
 
 import hf_ensemble
@@ -28,10 +28,6 @@ from hf_ensemble import EnsembleForCausalLM, GacConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-SMALL = LlamaConfig(
-    hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-    vocab_size=128256, max_position_embeddings=8192, eos_token_id=128001, bos_token_id=128000, tie_word_embeddings=True,
-)  # fmt: skip
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 NUM_WARM_UP = 8
 
@@ -39,7 +35,7 @@ NUM_WARM_UP = 8
 def large_members(folders: list[str]) -> EnsembleForCausalLM:
     """A small and a large member with random weights on a GPU."""
     models = []
-    for config in (SMALL, SHAPES["7B"]):
+    for config in (SHAPES["1B"], SHAPES["7B"]):
         with torch.device("cuda"):
             torch.manual_seed(0)
             models.append(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())

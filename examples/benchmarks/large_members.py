@@ -1,26 +1,31 @@
-"""Time fused steps of two large members with random weights on one GPU, and show what a step copies to the host.
+"""Time large members with random weights on one or two GPUs: alone, together with each method, and the naive way.
 
-An 8B (Llama shape, vocabulary 128,256) and a 7B (Qwen2 shape, 152,064) in bfloat16. Random weights write byte garbage,
-so every run replays a real text: the chosen ids are overridden after fusion. Each member alone runs the stock
-loop, one step after each fused step; medians over all steps are printed with quartiles.
+Members of the shapes 8B (Llama, vocabulary 128,256), 7B (Qwen2, 152,064) or 1B (Llama) in bfloat16. Random weights write
+byte garbage, so every run replays a real text: the chosen ids are overridden after fusion. All variants take turns; the
+tables show medians over the turns with quartiles. `--plot` draws the time of a token against length and batch.
 
-    python examples/benchmarks/large_members.py --tokenizers FOLDER_OF_LLAMA3 FOLDER_OF_QWEN3
+    python examples/benchmarks/large_members.py --tokenizers FOLDER_OF_LLAMA3 FOLDER_OF_QWEN3 [--devices cuda:0 cuda:1]
 """
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
+from decode import naive_step
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer, LlamaConfig, LogitsProcessor, Qwen2Config
-from turns import OwnLoop, TakeTurns, quartiles
+from turns import quartiles
 
 import hf_ensemble
 from hf_ensemble import EnsembleForCausalLM
+from hf_ensemble.cached_rows import PlainContext
+from hf_ensemble.member import Member, MemberState
 from hf_ensemble.methods.captured import CapturedMix
 
 TEXT = (
@@ -28,7 +33,7 @@ TEXT = (
     "neighbours, burned down twice and was built again, each time with wider streets. In 1874 the first railway came, "
     "and with it factories, workers' quarters, a gasworks and two newspapers (one of them still exists). "
     "Zürich, naïve café, 你好世界, def main(argv): return [int(x) for x in argv[1:]] # done. "
-) * 8
+) * 24
 SHAPES = {
     "8B": LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
@@ -37,6 +42,10 @@ SHAPES = {
     "7B": Qwen2Config(
         hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
         vocab_size=152064, max_position_embeddings=32768, eos_token_id=151645,
+    ),
+    "1B": LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=8192, eos_token_id=128001, bos_token_id=128000, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 
@@ -64,19 +73,55 @@ class ReplayingEnsemble(EnsembleForCausalLM):
         return processors
 
 
-def run(ensemble, texts: list[torch.Tensor], prompt_length: int, new_tokens: int, method: str, own=True) -> TakeTurns:
-    """Replay the text with fused steps and the members' own steps in turn."""
-    pairs = list(zip(ensemble.members, texts, strict=True)) if own else []
-    loops = [OwnLoop(model, ids[None, :prompt_length], ids) for model, ids in pairs]
-    for loop in loops:
-        loop.step()
-    turns = TakeTurns(loops)
-    ids = texts[0][None, :prompt_length]
-    ensemble.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
-        stopping_criteria=[turns], method=method,
-    )  # fmt: skip
-    return turns
+def load(shapes: list[str], devices: list[str], folders: list[str]) -> ReplayingEnsemble:
+    """Members of these shapes with random weights; the text to replay is the first's."""
+    tokenizers = [AutoTokenizer.from_pretrained(path) for path in folders]
+    models = []
+    for n, shape in enumerate(shapes):
+        with torch.device(devices[n % len(devices)]):
+            torch.manual_seed(n)
+            models.append(transformers.AutoModelForCausalLM.from_config(SHAPES[shape], dtype=torch.bfloat16).eval())
+    ensemble = ReplayingEnsemble.from_members(models, tokenizers)
+    ensemble.text_ids = tokenizers[0](TEXT, return_tensors="pt").input_ids[0].to(ensemble.device)
+    return ensemble
+
+
+def timed(function: Callable[[], None]) -> float:
+    for n in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(n)
+    start = time.perf_counter()
+    function()
+    for n in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(n)
+    return time.perf_counter() - start
+
+
+def time_stock(model, ids: torch.Tensor, new_tokens: int) -> float:
+    """Seconds a token of a member's own stock `generate`, without an end."""
+    settings = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    ids = ids.to(model.device)
+    return timed(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **settings)) / new_tokens
+
+
+def time_steps(member: Member, ids: torch.Tensor, num_new: int = 1, repeats: int = 32) -> float:
+    """Seconds of a member's captured step alone, of `num_new` ids a row."""
+    state = MemberState(member, [PlainContext(row) for row in ids.tolist()], num_expected=num_new * (repeats + 4))
+
+    def step() -> None:
+        for context in state.contexts:
+            context.ids += [11] * num_new
+        state.logits(num_new)
+
+    with torch.no_grad():
+        for _ in range(4):
+            step()
+        return timed(lambda: [step() for _ in range(repeats)] and None) / repeats
+
+
+def time_ensemble(ensemble, ids: torch.Tensor, new_tokens: int, method: str, **options) -> float:
+    """Seconds a token of the ensemble's `generate`, the prompt included."""
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0, "method": method, **options}
+    return timed(lambda: ensemble.generate(ids, attention_mask=torch.ones_like(ids), **settings)) / new_tokens
 
 
 def time_fusion(ensemble, method: str, repeats: int = 100) -> list[float]:
@@ -85,21 +130,23 @@ def time_fusion(ensemble, method: str, repeats: int = 100) -> list[float]:
         ensemble._method(hf_ensemble.config.method_config(method), list(ensemble._members[0].eos_token_ids))
     )
     logits = [torch.randn(1, m.config.vocab_size, device=ensemble.device) for m in ensemble.members]
-    weights = torch.full((1, 2), 0.5, device=ensemble.device)
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        fuser(logits, weights)
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
+    weights = torch.full((1, len(logits)), 1 / len(logits), device=ensemble.device)
+    times = [1e3 * timed(lambda: fuser(logits, weights) and None) for _ in range(repeats)]
     return times[10:]
 
 
-def show_copies(ensemble, texts, method: str, prompt_length: int, new_tokens: int = 12) -> str:
+def copy_bandwidth() -> float:
+    """Bytes a second that a copy on the GPU reads and writes."""
+    source = torch.empty(2**30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * 2**30 / min(timed(lambda: target.copy_(source) and None) for _ in range(5))
+
+
+def show_copies(ensemble, ids: torch.Tensor, method: str, new_tokens: int = 12) -> str:
     """Profile some steps and say what they copied from the GPU to the host."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
-        run(ensemble, texts, prompt_length, new_tokens, method, own=False)
+        time_ensemble(ensemble, ids, new_tokens, method)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         recorded.export_chrome_trace(str(path))
@@ -108,44 +155,109 @@ def show_copies(ensemble, texts, method: str, prompt_length: int, new_tokens: in
     return f"{len(copies) / new_tokens:.1f} copies to the host a step, the largest {max(copies)} bytes"
 
 
+def draw(path: str, by_length: dict[str, dict[int, float]], by_batch: dict[str, dict[int, float]]) -> None:
+    """Plot milliseconds a token against the length of the text and against the batch."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    labels = "text before the new tokens, tokens", "batch"
+    for axis, label, table in zip(axes, labels, (by_length, by_batch), strict=True):
+        for name, values in table.items():
+            axis.plot(list(values), [1e3 * value for value in values.values()], marker="o", label=name)
+        axis.set_xlabel(label)
+        axis.set_ylim(bottom=0)
+        axis.legend()
+    axes[0].set_ylabel("ms for a token of every row")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizers", nargs=2, required=True)
+    parser.add_argument("--tokenizers", nargs="+", required=True, help="one folder per member")
+    parser.add_argument("--members", nargs="+", default=["8B", "7B"], choices=SHAPES)
+    parser.add_argument("--devices", nargs="+", default=["cuda:0"])
+    parser.add_argument("--methods", nargs="+", default=["unite", "gac", "deepen"])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--alternations", type=int, default=5)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--lengths", nargs="*", type=int, default=[], help="prompts to time at besides --prompt")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--plot", help="file to draw to")
     args = parser.parse_args()
-    tokenizers = [AutoTokenizer.from_pretrained(path) for path in args.tokenizers]
-    models = []
-    for config in SHAPES.values():
-        with torch.device("cuda"):
-            torch.manual_seed(0)
-            models.append(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
-    pair = ReplayingEnsemble.from_members(models, tokenizers)
-    texts = [tokenizer(TEXT, return_tensors="pt").input_ids[0].cuda() for tokenizer in tokenizers]
-    pair.text_ids = texts[0]
+    ensemble = load(args.members, args.devices, args.tokenizers)
+    texts = [tokenizer(TEXT, return_tensors="pt").input_ids[0] for tokenizer in ensemble.tokenizers]
+    texts[0] = texts[0].to(ensemble.device)
+    prompt = [ids[None, : args.prompt] for ids in texts]
+    weights = sum(p.numel() * p.element_size() for p in ensemble.parameters())
     print(
-        f"{torch.cuda.get_device_name()}, hf_ensemble {hf_ensemble.__version__}, transformers {transformers.__version__}, "
-        f"torch {torch.__version__}, bfloat16, batch 1, prompt {args.prompt}, {args.new_tokens} new tokens; caches: "
-        f"{', '.join(member.cache_mode for member in pair._members)}"
+        f"{torch.cuda.get_device_name()} x{len(args.devices)}, hf_ensemble {hf_ensemble.__version__}, transformers "
+        f"{transformers.__version__}, torch {torch.__version__}, bfloat16, prompt {args.prompt}, {args.new_tokens} new "
+        f"tokens; caches: {', '.join(member.cache_mode for member in ensemble._members)}"
     )
-    print(
-        "\n| method | 8B, ms | 7B, ms | fused step, ms | to the sum, median (quartiles) of the steps |\n|---|---|---|---|---|"
-    )
-    for method in ("unite", "gac"):
-        run(pair, texts, args.prompt, 16, method)
-        fused, own = [], []
-        for _ in range(args.alternations):
-            turns = run(pair, texts, args.prompt, args.new_tokens, method)
-            fused, own = fused + turns.fused[5:], own + turns.own[5:]
-        ratios = [f / sum(o) for f, o in zip(fused, own, strict=True)]
-        columns = [quartiles([1e3 * value for value in values], 2) for values in (*zip(*own, strict=True), fused)]
-        print(f"| {method} | {' | '.join(columns)} | {quartiles(ratios, 2)} |")
-    for method in ("unite", "gac"):
-        print(f"fusion alone, {method}: {quartiles(time_fusion(pair, method), 2)} ms")
-    for method in ("unite", "gac"):
-        print(f"{method}: {show_copies(pair, texts, method, args.prompt)}")
-    print(f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most")
+    variants: dict[str, Callable[[], float]] = {}
+    for shape, member, ids in zip(args.members, ensemble._members, prompt, strict=True):
+        variants[f"{shape} alone, stock"] = lambda m=member, i=ids: time_stock(m.model, i, args.new_tokens)
+        for num_new in (1, 8):
+            variants[f"{shape}, captured step of {num_new}"] = lambda m=member, i=ids, n=num_new: time_steps(m, i, n)
+        variants[f"{shape}, captured step, batch 32"] = lambda m=member, i=ids: time_steps(m, i.repeat(32, 1))
+    for method in args.methods:
+        for batch in args.batches:
+            ids = prompt[0].repeat(batch, 1)
+            variants[f"{method}, batch {batch}"] = lambda i=ids, m=method: time_ensemble(
+                ensemble, i, args.new_tokens, m
+            )
+        for length in args.lengths:
+            ids = texts[0][None, :length]
+            variants[f"{method}, prompt {length}"] = lambda i=ids, m=method: time_ensemble(
+                ensemble, i, args.new_tokens, m
+            )
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    highest = 0
+    for turn in range(args.turns + 1):
+        for name, variant in variants.items():
+            if len(args.devices) == 1:
+                torch.cuda.reset_peak_memory_stats()
+            found = variant()
+            highest = max(highest, torch.cuda.max_memory_allocated() if "batch 1" in name else 0)
+            if turn:  # the first warms up
+                seconds[name].append(found)
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+
+    bandwidth = copy_bandwidth()
+    floors = [sum(p.numel() * p.element_size() for p in model.parameters()) / bandwidth for model in ensemble.members]
+    floor = sum(floors) if len(args.devices) == 1 else max(floors)
+    captured = [middle[f"{shape}, captured step of 1"] for shape in args.members]
+    with torch.no_grad():
+        naive = [naive_step(ensemble, prompt[0], middle[f"{args.members[0]} alone, stock"]) for _ in range(3)]
+    print("\n| one run, batch 1 unless named | ms a token (quartiles) | tokens a second of all rows |\n|---|---|---|")
+    for name, values in seconds.items():
+        rows = int(name.rsplit("batch ", 1)[1]) if "batch " in name else 1
+        tokens = rows * (int(name.rsplit(" ", 1)[1]) if "step of" in name else 1)
+        print(f"| {name} | {quartiles([1e3 * value for value in values], 2)} | {tokens / middle[name]:.0f} |")
+    for name, value in (
+        (f"memory floor at {bandwidth / 1e12:.2f} TB/s", floor),
+        ("sum of captured steps", sum(captured)),
+        ("slowest captured step", max(captured)),
+        ("naive: all text anew, dictionaries", statistics.median(naive)),
+    ):
+        print(f"| {name} | {1e3 * value:.2f} | {1 / value:.1f} |")
+    for method in args.methods:
+        print(f"\n{method}: fusing one step {quartiles(time_fusion(ensemble, method), 3)} ms;", end=" ")
+        print(show_copies(ensemble, prompt[0], method))
+        batch = max(args.batches)
+        ratio = batch * middle[f"{method}, batch 1"] / middle[f"{method}, batch {batch}"]
+        print(f"{method}: batch {batch} gives {ratio:.1f} times the tokens a second of batch 1")
+    print(f"GPU memory at batch 1: {(highest - weights) / 2**30:.2f} GiB more than the weights at most")
+    if args.plot:
+        lengths = sorted([args.prompt, *args.lengths])
+        names = {length: f"prompt {length}" if length in args.lengths else "batch 1" for length in lengths}
+        by_length = {m: {length: middle[f"{m}, {names[length]}"] for length in lengths} for m in args.methods}
+        by_batch = {m: {batch: middle[f"{m}, batch {batch}"] for batch in args.batches} for m in args.methods}
+        draw(args.plot, by_length, by_batch)
 
 
 if __name__ == "__main__":

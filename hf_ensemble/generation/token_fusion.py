@@ -106,7 +106,9 @@ class TokenFusion:
         self._max_new = max_new_tokens
         # An assistant may cut the text finer.
         expected = {index: max_new_tokens if index == 0 else max_new_tokens * 5 // 4 for index in contexts}
-        self.states = {index: MemberState(members[index], rows, None, expected[index]) for index, rows in contexts.items()}
+        self.states = {
+            index: MemberState(members[index], rows, None, expected[index]) for index, rows in contexts.items()
+        }
         self._warned_lossy: set[int] = set()
         self._warn_of_losses()
 

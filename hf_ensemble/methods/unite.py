@@ -40,6 +40,13 @@ class Unite(TokenMethod):
     ):
         super().__init__(union, eos_ids, device)
         self.top_k = top_k
+        # Where each entry's logit stands in a member's row; -1 for nowhere. First ids are looked up before duplicates are
+        # merged, in a second row after the merged one.
+        self._read_from: list[Tensor] = []
+        for maps in self.maps:
+            plain_row = maps.mask.shape[0] if maps.duplicates.ids.numel() else 0
+            first = torch.where(maps.first_id >= 0, maps.first_id + plain_row, -1)
+            self._read_from.append(torch.where(maps.from_union >= 0, maps.from_union, first))
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""
@@ -47,45 +54,42 @@ class Unite(TokenMethod):
         assert primary is not None
         batch_size, union_size = primary.shape[0], len(self.union)
         normalizers = primary.new_zeros(batch_size, len(logits))
-        plain: list[Tensor | None] = []
-        merged: list[Tensor | None] = []
+        rows: list[Tensor | None] = []
         proposed = []
         for index, member_logits in enumerate(logits):
             if member_logits is None:
-                plain.append(None)
-                merged.append(None)
+                rows.append(None)
                 continue
             maps = self.maps[index]
             member_logits = self.masked(member_logits, index)
             normalizers[:, index] = log_normalizer(member_logits)
             entries = merge_duplicates(member_logits, maps.duplicates)
             values, ids = top_entries(entries, min(self.top_k, entries.shape[-1]))
-            union_ids = maps.to_union[ids]
             takes_part = (values > -torch.inf) & (weights[:, index, None] > 0)
-            proposed.append(torch.where(takes_part, union_ids, -1))
-            plain.append(member_logits)
-            merged.append(entries)
+            proposed.append(torch.where(takes_part, maps.to_union[ids], -1))
+            rows.append(entries if entries is member_logits else torch.cat([entries, member_logits], dim=-1))
         keys = torch.cat(proposed, dim=-1).sort(dim=-1).values  # (B, M * k), each row's entries and -1
         is_key = keys >= 0
         is_key[:, 1:] &= keys[:, 1:] != keys[:, :-1]
         keys = keys.clamp_min(0)
         fused = primary.new_zeros(keys.shape)
-        for index, (member_plain, member_merged) in enumerate(zip(plain, merged, strict=True)):
-            if member_plain is None or member_merged is None:
+        for index, row in enumerate(rows):
+            if row is None:
                 continue
-            maps = self.maps[index]
-            own, first = maps.from_union[keys], maps.first_id[keys]  # (B, M * k)
-            key_logits = torch.where(
-                own >= 0, member_merged.gather(-1, own.clamp_min(0)), member_plain.gather(-1, first.clamp_min(0))
-            )
-            key_logits = key_logits.masked_fill(~is_key | ((own < 0) & (first < 0)), -torch.inf)
+            at = self._read_from[index][keys]  # (B, M * k)
+            key_logits = row.gather(-1, at.clamp_min(0)).masked_fill_((at < 0) | ~is_key, -torch.inf)
             # A row in which the member takes no part may hold no key that it can write: all `-inf`, so NaN.
-            fused += torch.nan_to_num(key_logits.softmax(-1)) * weights[:, index, None]
+            fused.addcmul_(key_logits.softmax(-1).nan_to_num_(), weights[:, index, None])
+        eos_ids = self.maps[0].eos_ids
         is_eos = keys == union_size
-        written_as = self.maps[0].first_id[keys].masked_fill(is_eos, -1)
+        written_as = self.maps[0].first_id[keys].masked_fill_(is_eos, -1)
+        may_be_written = written_as >= 0
+        if eos_ids.numel():
+            may_be_written |= is_eos
+        fused *= may_be_written
+        fused /= fused.sum(-1, keepdim=True)
         columns = primary.new_zeros(primary.shape)
-        columns.scatter_add_(1, written_as.clamp_min(0), fused.masked_fill(written_as < 0, 0.0))
-        if self.maps[0].eos_ids.numel():
-            put_eos(columns, fused.masked_fill(~is_eos, 0.0).sum(-1), primary, self.maps[0].eos_ids)
-        columns /= columns.sum(-1, keepdim=True)
+        columns.scatter_add_(1, written_as.clamp_min_(0), fused.masked_fill(is_eos, 0.0))
+        if eos_ids.numel():
+            put_eos(columns, (fused * is_eos).sum(-1), primary, eos_ids)
         return Mixed(columns.log_(), normalizers)
