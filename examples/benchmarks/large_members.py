@@ -86,7 +86,7 @@ def load(shapes: list[str], devices: list[str], folders: list[str]) -> Replaying
     return ensemble
 
 
-def timed(function: Callable[[], None]) -> float:
+def timed(function: Callable[[], object]) -> float:
     for n in range(torch.cuda.device_count()):
         torch.cuda.synchronize(n)
     start = time.perf_counter()
@@ -115,7 +115,7 @@ def time_steps(member: Member, ids: torch.Tensor, num_new: int = 1, repeats: int
     with torch.no_grad():
         for _ in range(4):
             step()
-        return timed(lambda: [step() for _ in range(repeats)] and None) / repeats
+        return timed(lambda: [step() for _ in range(repeats)]) / repeats
 
 
 def time_ensemble(ensemble, ids: torch.Tensor, new_tokens: int, method: str, **options) -> float:
@@ -131,7 +131,7 @@ def time_fusion(ensemble, method: str, repeats: int = 100) -> list[float]:
     )
     logits = [torch.randn(1, m.config.vocab_size, device=ensemble.device) for m in ensemble.members]
     weights = torch.full((1, len(logits)), 1 / len(logits), device=ensemble.device)
-    times = [1e3 * timed(lambda: fuser(logits, weights) and None) for _ in range(repeats)]
+    times = [1e3 * timed(lambda: fuser(logits, weights)) for _ in range(repeats)]
     return times[10:]
 
 
@@ -140,7 +140,7 @@ def copy_bandwidth() -> float:
     source = torch.empty(2**30, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)
-    return 2 * 2**30 / min(timed(lambda: target.copy_(source) and None) for _ in range(5))
+    return 2 * 2**30 / min(timed(lambda: target.copy_(source)) for _ in range(5))
 
 
 def show_copies(ensemble, ids: torch.Tensor, method: str, new_tokens: int = 12) -> str:
