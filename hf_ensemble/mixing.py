@@ -63,7 +63,8 @@ def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     ids = (best_blocks * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
     values = blocks.gather(1, best_blocks.expand(-1, -1, _BLOCK)).flatten(1)
     at = _order(values, ids).topk(k, dim=-1).indices
-    return values.gather(-1, at), ids.gather(-1, at)
+    # NaN may come after what fills up the blocks.
+    return values.gather(-1, at), ids.gather(-1, at).clamp_max_(logits.shape[-1] - 1)
 
 
 def _order(values: Tensor, ids: Tensor) -> Tensor:

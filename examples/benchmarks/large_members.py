@@ -143,6 +143,19 @@ def copy_bandwidth() -> float:
     return 2 * 2**30 / min(timed(lambda: target.copy_(source)) for _ in range(5))
 
 
+def memory_above(ensemble, ids: torch.Tensor, new_tokens: int, methods: list[str]) -> float:
+    """GiB that a call takes at most, on all devices, besides the members and their caches."""
+    devices = range(torch.cuda.device_count())
+    for n in devices:
+        torch.cuda.reset_peak_memory_stats(n)
+    for method in methods:
+        time_ensemble(ensemble, ids, new_tokens, method)
+    caches = [buffers.cache for member in ensemble._members for buffers in member.buffer_pool._free]
+    held = [*ensemble.parameters(), *(tensor for cache in caches for tensor in (*cache.keys, *cache.values))]
+    peak = sum(torch.cuda.max_memory_allocated(n) for n in devices)
+    return (peak - sum(tensor.numel() * tensor.element_size() for tensor in held)) / 2**30
+
+
 def show_copies(ensemble, ids: torch.Tensor, method: str, new_tokens: int = 12) -> str:
     """Profile some steps and say what they copied from the GPU to the host."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
@@ -192,7 +205,6 @@ def main() -> None:
     texts = [tokenizer(TEXT, return_tensors="pt").input_ids[0] for tokenizer in ensemble.tokenizers]
     texts[0] = texts[0].to(ensemble.device)
     prompt = [ids[None, : args.prompt] for ids in texts]
-    weights = sum(p.numel() * p.element_size() for p in ensemble.parameters())
     print(
         f"{torch.cuda.get_device_name()} x{len(args.devices)}, hf_ensemble {hf_ensemble.__version__}, transformers "
         f"{transformers.__version__}, torch {torch.__version__}, bfloat16, prompt {args.prompt}, {args.new_tokens} new "
@@ -216,13 +228,9 @@ def main() -> None:
                 ensemble, i, args.new_tokens, m
             )
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    highest = 0
     for turn in range(args.turns + 1):
         for name, variant in variants.items():
-            if len(args.devices) == 1:
-                torch.cuda.reset_peak_memory_stats()
             found = variant()
-            highest = max(highest, torch.cuda.max_memory_allocated() if "batch 1" in name else 0)
             if turn:  # the first warms up
                 seconds[name].append(found)
     middle = {name: statistics.median(values) for name, values in seconds.items()}
@@ -251,7 +259,9 @@ def main() -> None:
         batch = max(args.batches)
         ratio = batch * middle[f"{method}, batch 1"] / middle[f"{method}, batch {batch}"]
         print(f"{method}: batch {batch} gives {ratio:.1f} times the tokens a second of batch 1")
-    print(f"GPU memory at batch 1: {(highest - weights) / 2**30:.2f} GiB more than the weights at most")
+    for batch in args.batches:
+        above = memory_above(ensemble, prompt[0].repeat(batch, 1), args.new_tokens, args.methods)
+        print(f"GPU memory at batch {batch}: {above:.2f} GiB more than weights and caches at most")
     if args.plot:
         lengths = sorted([args.prompt, *args.lengths])
         names = {length: f"prompt {length}" if length in args.lengths else "batch 1" for length in lengths}

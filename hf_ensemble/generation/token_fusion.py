@@ -353,6 +353,7 @@ class TokenFusion:
                 self._follow(row, ids[row], chosen[row])
         full = self._rows_without_room(ends)
         self._drop([row for row in self._live if ends[row] or row in full])
+        self._start_assistants()
         if full:
             done = done | torch.tensor([row in full for row in range(batch_size)], device=done.device)
         if self._recorder is not None:
@@ -360,19 +361,33 @@ class TokenFusion:
         self._chosen = None
         return done
 
+    @property
+    def _weights_stay(self) -> bool:
+        """Whether who is needed at the next step is known before it, and there is one."""
+        return (
+            self._gate is None
+            and not self._draws
+            and not self._weights.varies
+            and self._prompt_of_row is None
+            and self.num_steps < self._max_new
+        )
+
     def _run_primary_ahead(self, last_ids: Tensor) -> None:
         """Start the primary's next step, whose input is known on the device, before the host and the others follow."""
-        always_needed = self._gate is None and not self._draws and self._last_plan is not None
-        if (
-            not (self.runs_primary and always_needed and self.num_steps < self._max_new)
-            or any(self._queues[row] for row in self._live)
-            or self._prompt_of_row is not None
-        ):
+        if not self.runs_primary or not self._weights_stay or any(self._queues[row] for row in self._live):
             return
-        assert self._last_plan is not None
-        if bool((self._last_plan[self._live, 0] != 0).all()):
+        if self._last_plan is not None and bool((self._last_plan[self._live, 0] != 0).all()):
             live = torch.tensor(self._live, device=last_ids.device) if len(self._live) < len(last_ids) else slice(None)
             self.states[0].run_ahead(last_ids[live])
+
+    def _start_assistants(self) -> None:
+        """Start the next step of members that run beside the host, before the decoding loop comes to it."""
+        if not self._weights_stay or self._last_plan is None:
+            return
+        for index, state in self.states.items():
+            places = [place for place, row in enumerate(self._live) if self._last_plan[row, index] != 0]
+            if index and places and self.members[index].is_captured:
+                state.start(rows=places)
 
     def follow_beams(self, input_ids: Tensor) -> bool:
         """Let the contexts follow rows that may have moved: each continues the row whose ids it extends by one.

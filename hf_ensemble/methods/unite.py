@@ -88,8 +88,11 @@ class Unite(TokenMethod):
             may_be_written |= is_eos
         fused *= may_be_written
         fused /= fused.sum(-1, keepdim=True)
-        columns = primary.new_zeros(primary.shape)
-        columns.scatter_add_(1, written_as.clamp_min_(0), fused.masked_fill(is_eos, 0.0))
+        written_as.clamp_min_(0)
+        columns = primary.new_zeros(primary.shape).scatter_add_(1, written_as, fused.masked_fill(is_eos, 0.0))
+        # The logarithm of a whole row of zeros takes a CPU milliseconds.
+        logprobs = torch.full_like(primary, -torch.inf)
+        logprobs.scatter_(1, written_as, columns.gather(1, written_as).log_())
         if eos_ids.numel():
-            put_eos(columns, (fused * is_eos).sum(-1), primary, eos_ids)
-        return Mixed(columns.log_(), normalizers)
+            put_eos(logprobs, (fused * is_eos).sum(-1).log_(), primary, eos_ids, nothing=-torch.inf)
+        return Mixed(logprobs, normalizers)
