@@ -1,0 +1,143 @@
+"""Steps over a cache of fixed size, as a GPU's captured ones are, here without graphs."""
+
+import pytest
+import torch
+
+from hf_ensemble import MemberError
+from hf_ensemble.cached_rows import PlainContext
+from hf_ensemble.member import Member, MemberState
+from hf_ensemble.static_rows import BufferPool, masks_of
+from tests import contracts, tiny
+from tests.contracts import PROMPTS, make_ensemble, padded
+from tests.test_contracts import ALL
+
+RECIPE = contracts.CORE_RECIPES[0]
+
+
+@pytest.fixture
+def static(monkeypatch):
+    """Every member has a cache of fixed size."""
+    monkeypatch.setattr(Member, "cache_mode", property(lambda member: "static"))
+
+
+def pair(seed=0):
+    tokenizers = [contracts.tokenizer_of(tokenizer) for _, tokenizer in RECIPE.members]
+    return make_ensemble([contracts.model_of(*member, seed) for member in RECIPE.members], tokenizers)
+
+
+def text_of(ensemble, method, **options):
+    inputs = padded([ensemble.tokenizer(prompt).input_ids for prompt in PROMPTS], fill=lambda n: 0)
+    return ensemble.generate(**inputs, method=method, **{"max_new_tokens": 12, "do_sample": False, **options})
+
+
+@pytest.mark.parametrize("method", ["unite", contracts.SPANS])
+@pytest.mark.parametrize("contract", [*contracts.EVERYWHERE, *contracts.CORE], ids=lambda contract: contract.__name__)
+def test_contracts_hold(contract, method, static):
+    if method == contracts.SPANS and contract is contracts.the_same_model_twice_is_that_model:
+        pytest.skip("about distributions")
+    contract(pair(), method)
+
+
+@pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        *((method, {"eos_token_id": 260}) for method in ALL),
+        ("unite", {"num_beams": 3}),
+        ("gac", {"num_return_sequences": 2, "num_beams": 2}),
+    ],
+    ids=str,
+)
+def test_texts_are_those_of_a_cache_that_grows(method, options, monkeypatch):
+    expected = text_of(pair(), method, **options)
+    monkeypatch.setattr(Member, "cache_mode", property(lambda member: "static"))
+    assert text_of(pair(), method, **options).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("method", ["gac", "unite"])
+def test_the_primary_runs_once_an_id_although_it_runs_ahead(method, static):
+    output = text_of(pair(), method, return_dict_in_generate=True, max_new_tokens=10, eos_token_id=[])
+    assert output.num_forwards[0] <= 10
+    assert method == "gac" or output.num_forwards[0] == 10
+
+
+def test_rows_that_outgrow_their_capacity_go_on(static):
+    ensemble = pair()
+    member = ensemble._members[0]
+    source = torch.Generator().manual_seed(0)
+    ids = torch.randint(10, 250, (2, 200), generator=source).tolist()
+    state = MemberState(member, [PlainContext(row[:5]) for row in ids])
+    with torch.no_grad():
+        for end in (5, 60, 66, 150, 200):
+            for context, row in zip(state.contexts, ids, strict=True):
+                context.change(row[:end])
+            found = state.logits(3)
+            expected = member.model(torch.tensor([row[:end] for row in ids]), use_cache=False).logits[:, -3:]
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_buffers_are_used_again_but_by_one_call_at_a_time(static):
+    member = pair()._members[0]
+
+    def started():
+        state = MemberState(member, [PlainContext([11, 12, 13])])
+        with torch.no_grad():
+            state.logits()
+        return state
+
+    first, second = started(), started()
+    assert first._rows._buffers is not second._rows._buffers
+    held = first._rows._buffers
+    del first
+    assert started()._rows._buffers is held
+
+
+def test_a_failed_call_leaves_no_nan_behind(static):
+    ensemble = pair()
+    expected = text_of(ensemble, "gac").tolist()
+    head = ensemble.members[1].get_input_embeddings().weight
+    kept = head.detach().clone()
+    with torch.no_grad():
+        head.fill_(torch.nan)
+    try:
+        with pytest.raises(MemberError, match="member-1"):
+            text_of(ensemble, "gac")
+    finally:
+        with torch.no_grad():
+            head.copy_(kept)
+    assert text_of(ensemble, "gac").tolist() == expected
+
+
+def test_graphs_of_replaced_weights_are_not_used_again():
+    model = tiny.tiny_llama(contracts.small(), seed=1)
+    member = Member(model, contracts.small(), name="llama")
+    pool = BufferPool(member)
+    buffers = pool.acquire(1, 64)
+    pool.release(buffers)
+    assert pool.acquire(1, 64) is buffers
+    pool.release(buffers)
+    for change in (model.double, model.train, lambda: model.register_forward_hook(lambda *_: None)):
+        change()
+        other = pool.acquire(1, 64)
+        assert other is not buffers
+        pool.release(other)
+        buffers = other
+
+
+def test_attention_that_takes_no_mask_is_named():
+    model = tiny.tiny_llama(contracts.small(), seed=1)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(MemberError, match="flash_attention_2.*'sdpa' or 'eager'"):
+        masks_of(Member(model, contracts.small(), name="llama"))
+
+
+def test_eager_attention_sees_what_sdpa_sees():
+    texts = []
+    for implementation in ("sdpa", "eager"):
+        model = tiny.tiny_gemma3(contracts.small(), seed=1)
+        model.set_attn_implementation(implementation)
+        member = Member(model, contracts.small(), name="gemma")
+        state = MemberState(member, [PlainContext(list(range(20, 40))), PlainContext([7, 8, 9])], "static")
+        with torch.no_grad():
+            texts.append(state.logits())
+    torch.testing.assert_close(*texts, atol=1e-4, rtol=1e-4)
