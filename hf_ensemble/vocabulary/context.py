@@ -8,13 +8,20 @@ from .token_bytes import CONTROL
 
 Resync = Literal["append", "retokenize"]
 
+_LONG = 512
+"""Characters after which a text without a hard boundary is not encoded as a whole any more."""
+
+_OVERLAP = 128
+_OVERLAP_IDS = 8
+"""Bytes and ids of such a text that are encoded again, at least."""
+
 
 class MemberContext:
     """The ids of one member for one row, kept up with the text that the ensemble writes.
 
     `append`: the context grows by the encoding of what each step wrote. `retokenize`: everything after the prompt's
-    last control token is encoded as a whole again; only the tail after the last hard boundary is looked at, which gives
-    the same ids. While the text ends inside a character, byte tokens for the begun character stand at the end; a member
+    last control token is encoded as a whole again; only the tail after the last hard boundary is looked at, and only the
+    end of one that is long, which gives the same ids. While the text ends inside a character, byte tokens for the begun character stand at the end; a member
     that has none sits out until the character is complete.
 
     Args:
@@ -39,6 +46,7 @@ class MemberContext:
         self.ids = list(encoder.prefix_ids if text or begun else encoder.start_ids)
         self._num_frozen = len(self.ids)
         self._begun = b""
+        self._num_begun = 0
         self._tail = ""
         self._at_start = True
         if resync == "retokenize":
@@ -79,7 +87,8 @@ class MemberContext:
             return
         text, self._begun = split_begun_character(self._begun + data)
         self._tail += text
-        self._retokenize()
+        if not self._retokenize_end(text):
+            self._retokenize()
 
     def copy(self) -> "MemberContext":
         """Return an independent context with the same text (for a beam that branches off)."""
@@ -121,14 +130,64 @@ class MemberContext:
             self._num_frozen += len(new)
         if self._tail:
             new += self._encode(self._tail, self._at_start)
-        begun = encoder.byte_tokens(self._begun)
+        self._replace_from(num_frozen, new)
+
+    def _retokenize_end(self, added: str) -> bool:
+        """Encode the end only of a long text that ends with what was added to it, if that surely gives the same ids.
+
+        Ids are the encoding of a text by merges if every two neighbours are the encoding of what they write. So where two
+        encodings have two neighbours in common, the one may be continued by the other.
+        """
+        encoder, entries = self.encoder, self.encoder.token_bytes.entries
+        if len(self._tail) <= _LONG or not encoder.merges or encoder.is_hard_boundary(self._tail, len(self._tail) - 1):
+            return False
+        end = len(self.ids) - self._num_begun
+        first, num_bytes = end - _OVERLAP_IDS, 0
+        while first > self._num_frozen and (num_bytes < _OVERLAP or not _starts_character(entries[self.ids[first]])):
+            first -= 1
+            num_bytes += len(entries[self.ids[first]])
+        old = self.ids[first:end]
+        seen = encoder.token_bytes.write(old).decode("utf-8", "replace")
+        if first <= self._num_frozen or not self._tail.endswith(seen + added):
+            return False
+        new = encoder.encode_context(seen + added)
+        if encoder.token_bytes.write(new) != (seen + added).encode("utf-8", "replace"):
+            return False
+        met = _meet(old, new, entries)
+        if met is None:
+            return False
+        self._replace_from(first + met[0], new[met[1] :])
+        return True
+
+    def _replace_from(self, start: int, new: list[int]) -> None:
+        """Put the encoding of the text from an id on in place of what stands there, and the begun character after it."""
+        begun = self.encoder.byte_tokens(self._begun)
         self.sits_out = begun is None
-        new += begun or []
-        old = self.ids[num_frozen:]
-        self.num_kept = min(self.num_kept, num_frozen + num_common(old, new))
-        self.ids[num_frozen:] = new
+        self._num_begun = len(begun or ())
+        new = new + (begun or [])
+        self.num_kept = min(self.num_kept, start + num_common(self.ids[start:], new))
+        self.ids[start:] = new
 
 
 def num_common(a: Sequence[int], b: Sequence[int]) -> int:
     """How many leading ids are the same."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _starts_character(data: bytes) -> bool:
+    return not data or data[0] & 0xC0 != 0x80
+
+
+def _meet(old: Sequence[int], new: Sequence[int], entries: Sequence[bytes]) -> tuple[int, int] | None:
+    """Where two encodings of texts that begin alike have two neighbouring ids in common, at the same place."""
+    n = m = at_old = at_new = 0
+    while n + 1 < len(old) and m + 1 < len(new):
+        if at_old == at_new and old[n : n + 2] == new[m : m + 2]:
+            return n, m
+        if at_old <= at_new:
+            at_old += len(entries[old[n]])
+            n += 1
+        else:
+            at_new += len(entries[new[m]])
+            m += 1
+    return None

@@ -165,6 +165,11 @@ class ByteEncoder:
         )
 
     @cached_property
+    def merges(self) -> bool:
+        """Whether ids are what merging neighbours gives, wherever in a text they stand."""
+        return self._model_type == "BPE" and self._backend.model.dropout is None
+
+    @cached_property
     def _space_cuts(self) -> bool:
         return (
             all(part["type"] in _TEXT_KEEPING_NORMALIZERS or _is_space_sign(part) for part in self._normalizers)

@@ -426,3 +426,45 @@ def test_a_long_text_costs_the_same_at_every_step(name, monkeypatch):
     for word in " ".join(tiny.ENGLISH * 5).split(" "):
         context.write(f" {word}".encode())
     assert max(sizes) < 60
+
+
+# Long texts without a hard boundary
+
+UNBROKEN = {
+    "Chinese": "".join("的一是在不了有和人这中大为上个国"[n * n % 16] for n in range(500)),
+    "letters": "".join("thecatsonmr"[n * n % 11] for n in range(1500)),
+    "digits": "".join(str(n * n % 97) for n in range(800)),
+    "one character": "." * 1500,
+    "code": "x=[i*2+1for(i)in(range(10))];return{}//" * 40,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("unigram", "wordpiece"))])
+@pytest.mark.parametrize("text", UNBROKEN)
+def test_a_long_text_without_spaces_is_encoded_as_a_whole_would_be(name, text, monkeypatch):
+    encoder = family_encoder(name)
+    longest = 0
+    original = ByteEncoder.encode_context
+
+    def counting(self, text, start=False):
+        nonlocal longest
+        longest = max(longest, len(text))
+        return original(self, text, start)
+
+    whole = UNBROKEN[text].encode()
+    half = len(whole) // 2
+    context = MemberContext(encoder, "retokenize", whole[:half])
+    pieces = list(byte_pieces(whole[half:], 3))
+    written = whole[:half]
+    for n, piece in enumerate(pieces):
+        context.num_kept = len(context.ids)
+        before = list(context.ids)
+        monkeypatch.setattr(ByteEncoder, "encode_context", counting)
+        context.write(piece)
+        monkeypatch.undo()
+        written += piece
+        assert context.num_kept <= shared_length(before, context.ids)
+        if not context.sits_out and (n % 40 == 0 or n == len(pieces) - 1):
+            assert context.ids == retokenized(encoder, written)
+    if name in ("byte_level", "sentencepiece", "sentencepiece_llama2", "sentencepiece_metaspace"):
+        assert longest < 560
