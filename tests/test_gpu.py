@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hf_ensemble import DeepenConfig, EnsembleForCausalLM
+from hf_ensemble import DeepenConfig, EnsembleForCausalLM, MemberError
 from hf_ensemble.methods.captured import CapturedMix
 from hf_ensemble.vocabulary import relative
 from tests import tiny
@@ -38,6 +38,78 @@ def test_text_is_the_same_on_every_placement(method, devices):
     found = make(method, devices)
     assert generate(found, do_sample=False) == generate(expected, do_sample=False)
     assert generate(found, do_sample=False, num_beams=3) == generate(expected, do_sample=False, num_beams=3)
+
+
+@pytest.mark.parametrize("method", ["gac", "unite", DeepenConfig(support=16), "mined", "eva", "sweetspan"], ids=str)
+def test_captured_steps_hold_what_must_hold(method):
+    """The design's invariants, against a cache that grows and runs uncaptured on the same GPU."""
+    ensemble = make(method, ("cuda", "cuda"))
+    found = generate(ensemble, do_sample=False)
+    assert [member.cache_mode for member in ensemble._members] == ["static", "static"]
+    assert any(buffers._steps for member in ensemble._members for buffers in member.buffer_pool._free)
+    assert generate(ensemble, do_sample=False) == found
+    uncaptured = make(method, ("cuda", "cuda"))
+    for member in uncaptured._members:
+        member.cache_mode = "repack"
+    assert generate(uncaptured, do_sample=False) == found
+    assert generate(ensemble, do_sample=False, use_cache=False) == found
+    for row, prompt in enumerate(PROMPTS):
+        inputs = ensemble.tokenizer(prompt, return_tensors="pt").to("cuda")
+        streamer = TokenStreamer()
+        alone = ensemble.generate(**inputs, max_new_tokens=16, do_sample=False, streamer=streamer)[0].tolist()
+        assert found[row][-16:][: len(alone)] == alone[-16:]
+        assert streamer.ids == alone
+    with torch.no_grad():
+        ensemble.members[1].get_input_embeddings().weight[5:].fill_(torch.nan)
+    with pytest.raises(MemberError, match=ensemble._members[1].name):
+        generate(ensemble, do_sample=False)
+
+
+class TokenStreamer:
+    """Keeps the ids."""
+
+    def __init__(self):
+        self.ids = []
+
+    def put(self, value):
+        self.ids += value.flatten().tolist()
+
+    def end(self):
+        return
+
+
+def test_a_row_may_end_while_a_step_runs_ahead():
+    ensemble, expected = make("gac", ("cuda", "cuda")), make("gac", ("cpu", "cpu"))
+    ends = list(range(0, 600, 7))
+    for _ in range(3):
+        found = generate(ensemble, do_sample=False, eos_token_id=ends, pad_token_id=0)
+        assert found == generate(expected, do_sample=False, eos_token_id=ends, pad_token_id=0)
+
+
+def test_calls_at_the_same_time_do_not_meet():
+    ensemble = make("unite", ("cuda", "cuda"))
+    expected = generate(ensemble, do_sample=False)
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(lambda _: generate(ensemble, do_sample=False), range(6)):
+            assert found == expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("method", ["gac", "unite", DeepenConfig(support=16), "sweetspan"], ids=str)
+def test_members_may_have_a_device_each_or_be_spread_over_both(method, tmp_path):
+    expected = generate(make(method, ("cpu", "cpu")), do_sample=False)
+    apart = make(method, ("cuda:1", "cuda:0"))
+    assert generate(apart, do_sample=False) == expected
+    assert [member.cache_mode for member in apart._members] == ["static", "static"]
+    for n, member in enumerate(apart._members):
+        member.model.save_pretrained(tmp_path / str(n))
+        member.tokenizer.save_pretrained(tmp_path / str(n))
+    layers = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    spread = EnsembleForCausalLM.from_pretrained(
+        [tmp_path / "0", tmp_path / "1"], method=method, device_map=["cuda:0", {**layers, "model.rotary_emb": 0}]
+    )
+    with pytest.warns(UserWarning, match="not captured as CUDA graphs.*spread over"):
+        assert generate(spread, do_sample=False) == expected
 
 
 @pytest.mark.parametrize("method", ["gac", "unite"])
