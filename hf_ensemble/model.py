@@ -1104,8 +1104,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             return ids
         return GenerateDecoderOnlyOutput(
             sequences=ids,  # type: ignore[arg-type]
-            scores=tuple(call.speculator.scores_rows) if config.output_scores else None,
-            logits=tuple(call.speculator.logits_rows) if config.output_logits else None,
+            scores=tuple(call.speculator.scores_rows) if config.output_scores else None,  # type: ignore[arg-type]
+            logits=tuple(call.speculator.logits_rows) if config.output_logits else None,  # type: ignore[arg-type]
         )
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:  # type: ignore[override]

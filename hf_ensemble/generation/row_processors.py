@@ -68,7 +68,7 @@ class RowProcessors:
     def everywhere(self, scores: Tensor) -> Tensor:
         """Process the scores of any positions, of shape `(num_positions, width)`."""
         ids = self._prompt_ids.new_zeros(len(scores), 1)
-        return LogitsProcessorList(self._processors)(ids, scores)  # type: ignore[arg-type, no-any-return]
+        return LogitsProcessorList(self._processors)(ids, scores)  # type: ignore[arg-type]
 
     def at(self, row: int, new_ids: Sequence[int], scores: Tensor) -> Tensor:
         """Process the scores after a row's new ids, of shape `(1, width)`."""
@@ -76,7 +76,7 @@ class RowProcessors:
             self._of_row[row] = LogitsProcessorList([self._for_row(item, row) for item in self._processors])
         prompt = self._prompt_ids[row : row + 1]
         ids = torch.cat([prompt, torch.tensor([new_ids], dtype=prompt.dtype, device=prompt.device)], dim=-1)
-        return self._of_row[row](ids, scores)  # type: ignore[arg-type, no-any-return]
+        return self._of_row[row](ids, scores)  # type: ignore[arg-type]
 
     def _for_row(self, processor: LogitsProcessor, row: int) -> LogitsProcessor:
         if self._mask is None or not isinstance(processor, RepetitionPenaltyLogitsProcessor):
