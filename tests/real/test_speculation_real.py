@@ -21,15 +21,25 @@ PROMPTS = [
     "- apples\n- pears\n- apples\n-",
     "2 + 2 = 4, 3 + 3 = 6, 4 + 4 =",
 ]
-NUM_NEW = 5
+NUM_NEW = 3
+
+
+@pytest.fixture(scope="module")
+def ensemble(demo_models):
+    return EnsembleForCausalLM.from_pretrained(demo_models, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("method", "drafter"), [("gac", "ngram"), ("unite", "SmolLM2-135M-Instruct")])
-def test_ten_texts_are_those_of_the_plain_loop(method, drafter, demo_models, monkeypatch):
-    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], 3))
-    ensemble = EnsembleForCausalLM.from_pretrained(demo_models, dtype=torch.float32, method=method)
+def test_ten_texts_are_those_of_the_plain_loop(method, drafter, ensemble, monkeypatch):
+    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], 2))
     inputs = ensemble.tokenizer(PROMPTS, padding=True, return_tensors="pt")
-    options = {"max_new_tokens": NUM_NEW, "do_sample": False, "return_dict_in_generate": True, "eos_token_id": []}
+    options = {
+        "method": method,
+        "max_new_tokens": NUM_NEW,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "eos_token_id": [],
+    }
     plain = ensemble.generate(**inputs, output_logits=True, pad_token_id=0, **options)
     found = ensemble.generate(**inputs, speculation=drafter, pad_token_id=0, **options)
     start = inputs.input_ids.shape[1]
