@@ -53,7 +53,7 @@ from .generation.recording_spans import decisions_of_rounds
 from .generation.row_processors import WARPERS, RowProcessors, needs_whole_batch
 from .generation.span_decoding import SpanDecoder, SpanDecoderOutput
 from .generation.speculation import PrimaryAlone, SpeculativeDecoder
-from .generation.speculation_options import Speculation, obstacle
+from .generation.speculation_options import Speculation, obstacle_in_call, obstacle_in_method
 from .generation.stopping_criteria import FollowingCriteriaList
 from .generation.token_fusion import TokenFusion
 from .loading import HUB_OPTIONS, check_members, check_token, load_members, loaded_commit, resolve_members
@@ -668,11 +668,12 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 call.num_decision_entries = num_decision_entries
             if speculation is not None:
                 call.speculation = Speculation(speculation, self._members)
-                found = obstacle(call.method, call.weights, settings, call.has_cache, synced_gpus, output_decisions)
-                # Where the primary decides everything, the method and the weights do not matter.
+                found = obstacle_in_call(settings, call.has_cache, synced_gpus, output_decisions)
                 if call.is_by_primary and call.speculation.is_auto:
                     call.speculation = None
-                elif found is not None:
+                elif found is None and not call.is_by_primary:
+                    found = obstacle_in_method(call.method, call.weights)
+                if found is not None and call.speculation is not None:
                     call.speculation.refuse(*found)
                     call.speculation = None
             if call.method.greedy_only and not call.is_by_primary:

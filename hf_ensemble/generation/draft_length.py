@@ -1,6 +1,5 @@
 """How many entries to draft: as many as decode the most entries a second, by what has been measured."""
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +23,9 @@ class _Times:
     def add(self, now: int, seconds: float) -> None:
         self._seen.append((now, seconds))
 
-    def typical(self, now: int) -> float | None:
-        """Their median; None if there is none of late."""
-        recent = [seconds for then, seconds in self._seen if now - then <= _MEMORY]
-        return statistics.median(recent) if recent else None
+    def least(self, now: int) -> float | None:
+        """The least of them, since all else is the machine's other work; None if there is none of late."""
+        return min((seconds for then, seconds in self._seen if now - then <= _MEMORY), default=None)
 
 
 class DraftLength:
@@ -70,7 +68,7 @@ class DraftLength:
         Returns:
             The drafter and the length; 0 to draft nothing.
         """
-        if self._typical_check(0) is None:
+        if self._least_check(0) is None:
             return drafters[0], 0
         best = max(
             ((self._rate(name, length, share), -length, -place) for place, name in enumerate(drafters)
@@ -83,7 +81,11 @@ class DraftLength:
         self._round += 1
         for counts in (self._kept, self._failed):
             counts.update((drafter, _FADING * count) for drafter, count in counts.items())
-        self._checks.setdefault(length, _Times()).add(self._round, seconds)
+        if length in self._checks or length == 0:
+            self._checks.setdefault(length, _Times()).add(self._round, seconds)
+        else:
+            # A first forward pass of some shape may take long, since kernels are chosen and memory is found.
+            self._checks[length] = _Times()
 
     def drafted(self, drafter: str, length: int, seconds: float) -> None:
         """Take note of how long it took to draft so many entries (a row)."""
@@ -107,14 +109,14 @@ class DraftLength:
         return (1 - share + share * expected) / max(seconds, 1e-12)
 
     def _check_seconds(self, length: int) -> float:
-        times = {known: seconds for known in self._checks if (seconds := self._typical_check(known)) is not None}
+        times = {known: seconds for known in self._checks if (seconds := self._least_check(known)) is not None}
         nearest = min(times, key=lambda known: (abs(known - length), known))
         return times[nearest] * (1 + _MORE_PER_ENTRY * length) / (1 + _MORE_PER_ENTRY * nearest)
 
     def _drafting_seconds(self, drafter: str) -> float:
         times = self._drafting.get(drafter)
-        seconds = None if times is None else times.typical(self._round)
+        seconds = None if times is None else times.least(self._round)
         return self._shares.get(drafter, 0.0) * self._check_seconds(0) if seconds is None else seconds
 
-    def _typical_check(self, length: int) -> float | None:
-        return self._checks[length].typical(self._round) if length in self._checks else None
+    def _least_check(self, length: int) -> float | None:
+        return self._checks[length].least(self._round) if length in self._checks else None

@@ -1,7 +1,7 @@
 """What `speculation=` asks for, and what stands against it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..config import MethodConfig, SweetSpanConfig
 from ..errors import ConfigurationError
@@ -59,14 +59,14 @@ class Speculation:
             )
 
 
-def obstacle(
-    method: MethodConfig, weights: MixingWeights, settings: Any, has_cache: bool, synced_gpus: Any, records: bool
-) -> tuple[str, str, str] | None:
-    """What stands against drafts in a call: what it is, why, and what to do; None if nothing does.
+Obstacle: TypeAlias = tuple[str, str, str]
+"""What cannot be combined with drafts, why, and what to do."""
+
+
+def obstacle_in_call(settings: Any, has_cache: bool, synced_gpus: Any, records: bool) -> Obstacle | None:
+    """What stands against drafts among the options of a call; None if nothing does.
 
     Args:
-        method: The method's options.
-        weights: The mixing weights.
         settings: The generation config of the call.
         has_cache: Whether a cache was passed in.
         synced_gpus: As given to `generate`.
@@ -74,9 +74,23 @@ def obstacle(
     """
     own_caches = "drafts are rolled back in the members' own caches"
     returns = settings.return_dict_in_generate
-    reasons: list[tuple[Any, str, str, str]] = [
-        (settings.num_beams not in (None, 1), f"`num_beams={settings.num_beams}`", "beams move between rows at every "
-         "step", "Pass `num_beams=1`"),
+    beams, cache = settings.num_beams, settings.cache_implementation
+    return _first([
+        (beams not in (None, 1), f"`num_beams={beams}`", "beams move between rows at every step", "Pass `num_beams=1`"),
+        (records, "`output_decisions`", "decisions are recorded in the plain loop only"),
+        (returns and settings.output_attentions, "`output_attentions`", "positions of drafts would be among them"),
+        (returns and settings.output_hidden_states, "`output_hidden_states`", "positions of drafts would be among them"),
+        (settings.use_cache is False, "`use_cache=False`", own_caches),
+        (has_cache, "a cache that is passed in", own_caches),
+        (cache not in (None, "dynamic"), f"`cache_implementation={cache!r}`", own_caches),
+        (settings.prefill_chunk_size is not None, "`prefill_chunk_size`", own_caches),
+        (synced_gpus, "`synced_gpus`", "rounds run on one process"),
+    ])  # fmt: skip
+
+
+def obstacle_in_method(method: MethodConfig, weights: MixingWeights) -> Obstacle | None:
+    """What stands against drafts in how members are mixed; None if nothing does."""
+    return _first([
         (isinstance(method, SweetSpanConfig), "method 'sweetspan'", "its candidates are drafts already",
          "Choose a token-level method"),
         (method.gate_rule is not None, "a gate", "it decides at every step who runs, so that nobody could check several",
@@ -85,16 +99,8 @@ def obstacle(
          "Leave out `strategy`"),
         (weights.varies, "`weights` that are a function", "it is called at every step with the ids so far",
          "Give the weights as numbers"),
-        (records, "`output_decisions`", "decisions are recorded in the plain loop only", "Leave it out"),
-        (returns and settings.output_attentions, "`output_attentions`", "positions of drafts would be among them",
-         "Leave it out"),
-        (returns and settings.output_hidden_states, "`output_hidden_states`", "positions of drafts would be among them",
-         "Leave it out"),
-        (settings.use_cache is False, "`use_cache=False`", own_caches, "Leave it out"),
-        (has_cache, "a cache that is passed in", own_caches, "Leave it out"),
-        (settings.cache_implementation not in (None, "dynamic"),
-         f"`cache_implementation={settings.cache_implementation!r}`", own_caches, "Leave it out"),
-        (settings.prefill_chunk_size is not None, "`prefill_chunk_size`", own_caches, "Leave it out"),
-        (synced_gpus, "`synced_gpus`", "rounds run on one process", "Leave it out"),
-    ]  # fmt: skip
-    return next(((what, why, remedy) for found, what, why, remedy in reasons if found), None)
+    ])  # fmt: skip
+
+
+def _first(cases: Sequence[tuple[Any, ...]]) -> Obstacle | None:
+    return next(((what, why, *(remedy or ["Leave it out"])) for found, what, why, *remedy in cases if found), None)

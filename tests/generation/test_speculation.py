@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control
 
 METHODS = ("gac", "unite", "deepen", "mined", "eva")
 LENGTH = 4
-QUICK = [(CORE_RECIPES[1], "unite"), (CORE_RECIPES[2], "gac")]
+QUICK = [*((CORE_RECIPES[0], method) for method in METHODS[:3]), (CORE_RECIPES[1], "unite"), (CORE_RECIPES[2], "gac")]
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ CASES = [
         recipe,
         method,
         id=f"{recipe}-{method}",
-        marks=[] if (recipe, method) in QUICK or recipe is CORE_RECIPES[0] else [pytest.mark.slow],
+        marks=[] if (recipe, method) in QUICK else [pytest.mark.slow],
     )
     for recipe in CORE_RECIPES
     for method in METHODS
@@ -278,6 +278,19 @@ def test_all_weight_on_the_primary_is_its_own_text_with_anybodys_drafts(ensemble
     assert found.num_forwards[1] == 0
     auto = run(ensemble, row, weights=[1, 0], speculation="auto", max_new_tokens=10)
     assert "speculation" not in auto
+    of_spans = run(ensemble, row, weights=[1, 0], speculation="ngram", method="sweetspan", max_new_tokens=10)
+    assert of_spans.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_several_sequences_and_prompts_of_their_own(ensemble, batch, monkeypatch):
+    force_length(monkeypatch)
+    prompts = [None, ["Paris is the capital", "A dog", None]]
+    options = {"member_prompts": prompts, "max_new_tokens": 6, "output_logits": False, "method": "gac"}
+    expected = run(ensemble, batch, **options)
+    assert run(ensemble, batch, speculation="member-1", **options).sequences.tolist() == expected.sequences.tolist()
+    found = run(ensemble, batch, speculation="auto", do_sample=True, num_return_sequences=2, **options)
+    assert found.sequences.shape[0] == 6
+    assert len(found.speculation.rounds) == 6
 
 
 def test_a_member_without_weight_may_draft(ensemble, row, monkeypatch):

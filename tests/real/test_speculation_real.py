@@ -10,16 +10,16 @@ from tests.contracts import assert_same_choices
 pytestmark = pytest.mark.real
 
 PROMPTS = [
-    "The capital of France is Paris. The capital of Italy is Rome. The capital of",
+    "The capital of France is Paris, the capital of",
     "Question: Who wrote Faust?\nAnswer:",
     "one two three one two three one",
-    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
-    "Die Hauptstadt von Österreich heißt",
-    "Water boils at 100 degrees; ice melts at",
-    "今天天气很好，今天天气",
-    "The cat sat on the mat. The cat sat on",
+    "a + b = b + a, c + d =",
+    "Die Hauptstadt von Frankreich heißt",
+    "Water boils at 100 degrees; ice",
+    "天天天",
+    "The cat sat on the mat. The cat sat",
     "- apples\n- pears\n- apples\n-",
-    "2 + 2 = 4, 3 + 3 = 6, 4 + 4 =",
+    "2 + 2 = 4, 3 + 3 =",
 ]
 NUM_NEW = 3
 
