@@ -1,7 +1,8 @@
 """Time drafts: each method with plain decoding, look-up in the text, each member as the drafter, and `auto`, in turn.
 
-Prints seconds a new token, tokens kept in a round, and the ratio to plain decoding (prompts by turns, so that all meet the
-same machine). With `--save-acceptance` what was drafted and kept in every round goes to a file, for a replay elsewhere.
+Prints seconds a new token (on a CPU: of CPU time), entries drafted and kept in a round, and the ratio to plain decoding;
+by turns for every prompt, so that all meet the same machine. With `--save-acceptance` what was drafted and kept in every
+round goes to a file, for a replay elsewhere.
 
     python examples/benchmarks/speculation.py [--members A B] [--methods unite gac] [--prompts TEXT ...] [--device cuda]
 """
@@ -33,15 +34,16 @@ PROMPTS = (
 
 
 def timed(ensemble: EnsembleForCausalLM, prompt: str, new_tokens: int, **options):
-    """Seconds of one call, the number of new tokens, and the output."""
+    """Seconds of one call (on a CPU: of CPU time), the number of new tokens, and the output."""
     inputs = ensemble.tokenizer(prompt, return_tensors="pt").to(ensemble.device)
-    start = time.perf_counter()
+    clock = time.perf_counter if ensemble.device.type == "cuda" else time.process_time
+    start = clock()
     output = ensemble.generate(
         **inputs, do_sample=False, max_new_tokens=new_tokens, return_dict_in_generate=True, **options
     )
     if ensemble.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start, output.sequences.shape[1] - inputs.input_ids.shape[1], output
+    return clock() - start, output.sequences.shape[1] - inputs.input_ids.shape[1], output
 
 
 def main() -> None:
