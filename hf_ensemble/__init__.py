@@ -15,6 +15,7 @@ from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyEr
 from .generation.likelihoods import Scores
 from .generation.logits_process import EnsembleLogitsProcessor
 from .generation.span_decoding import SpanCandidate, SpanDecoderOutput, SpanRound
+from .generation.speculation import SpeculationRound, SpeculationStats
 from .generation.stopping_criteria import SpanStoppingCriteria
 from .model import EnsembleForCausalLM
 from .selection import select_members
@@ -46,6 +47,8 @@ __all__ = [
     "SpanDecoderOutput",
     "SpanRound",
     "SpanStoppingCriteria",
+    "SpeculationRound",
+    "SpeculationStats",
     "SweetSpanConfig",
     "UnionVocabulary",
     "UniteConfig",

@@ -26,6 +26,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
 )
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .chat.rendering import ChatRenderer
@@ -41,13 +42,18 @@ from .config import (
     normalize_weights,
 )
 from .errors import ConfigurationError, MemberError
+from .generation.decided_ids import write_decided
+from .generation.draft_length import DraftLength
 from .generation.likelihoods import Scores, read_pairs, score_pairs
 from .generation.logits_process import FusionProcessor, SelectionProcessor, UnpaddedPenalty
 from .generation.mixing_weights import MixingWeights, WeightsLike
 from .generation.prompts import OwnPrompts
 from .generation.recording import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
 from .generation.recording_spans import decisions_of_rounds
-from .generation.span_decoding import SpanDecoder, SpanDecoderOutput, decode_spans
+from .generation.row_processors import WARPERS, RowProcessors, needs_whole_batch
+from .generation.span_decoding import SpanDecoder, SpanDecoderOutput
+from .generation.speculation import PrimaryAlone, SpeculativeDecoder
+from .generation.speculation_options import Speculation, obstacle_in_call, obstacle_in_method
 from .generation.stopping_criteria import FollowingCriteriaList
 from .generation.token_fusion import TokenFusion
 from .loading import HUB_OPTIONS, check_members, check_token, load_members, loaded_commit, resolve_members
@@ -57,19 +63,6 @@ from .methods.base import MemberMaps, TokenMethod, eos_ids_of
 from .saving import EnsembleParts, is_local, local_card, plan_push, plan_save, push_ensemble, write_ensemble
 from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
-
-_WARPERS = {
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TopHLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "LogitNormalization",
-}
-"""Processors that act alike on any column, so that a decision over the union vocabulary may pass through them."""
 
 _ANY_VOCABULARY = {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"}
 """Processors that know ids by the text before them only, so that they act on any member's own."""
@@ -86,8 +79,8 @@ _REFUSED_OPTIONS = {
     "guidance_scale": "it would run the primary alone a second time",
     "token_healing": "it rewrites the prompt in the primary's tokens only",
     "watermarking_config": "its green lists are made for one vocabulary",
-    "prompt_lookup_num_tokens": "drafts are not checked by the other members yet",
-    "assistant_early_exit": "drafts are not checked by the other members yet",
+    "prompt_lookup_num_tokens": 'its drafts are checked by the primary only. Pass `speculation="ngram"` instead',
+    "assistant_early_exit": "its drafts are checked by the primary only",
     "penalty_alpha": "it needs the primary's hidden states for every candidate",
     "dola_layers": "it contrasts layers of the primary only",
     "use_mtp": "multi-token prediction drafts are not checked by the other members",
@@ -105,6 +98,8 @@ class _Call:
         self.num_decision_entries: int | None = None
         self.recorder: DecisionRecorder | None = None
         self.has_cache = False
+        self.speculation: Speculation | None = None
+        self.speculator: SpeculativeDecoder | None = None
 
     @property
     def is_by_primary(self) -> bool:
@@ -602,6 +597,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         member_prompts: Sequence[Any] | None = None,
         output_decisions: bool = False,
         num_decision_entries: int = 5,
+        speculation: str | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate with all members: everything that `transformers` takes, and the method and weights of this call.
@@ -629,6 +625,11 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             output_decisions: Whether to record who decided what: `decisions` of the output, a `Decisions`. Takes
                 `return_dict_in_generate=True`, and no beams.
             num_decision_entries: Number of each member's best entries that are recorded at each decision.
+            speculation: Who drafts several tokens ahead, for all members to check in one forward pass: `"ngram"` (what
+                followed the last ids where they stood before in the text), the name of a member, which writes on by
+                itself, or `"auto"` for both, where speculation can be used, else the plain loop. Greedy texts are those
+                without drafts (up to ties), and sampled ones of the same law. How much is drafted follows from what
+                pays. Default: nobody.
             **kwargs: Generation options and the primary's inputs, as in `transformers`.
 
         Returns:
@@ -636,7 +637,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             `return_dict_in_generate`, whose `scores` and `logits` are the ensemble's, over the primary's ids. Of a
             token-level method it also has `num_forwards` (each member's forward passes) and, but for beams,
             `share_ensembled` (for each row, the share of choices that no gate made alone); neither where the primary has
-            all the weight and its own `generate` runs.
+            all the weight and its own `generate` runs. With `speculation` it has `speculation`, a `SpeculationStats`.
 
         Raises:
             ConfigurationError: If an option cannot work for an ensemble, or the inputs do not fit.
@@ -665,6 +666,16 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 _refuse_without_decisions(settings)
                 check_positive_integer("num_decision_entries", num_decision_entries)
                 call.num_decision_entries = num_decision_entries
+            if speculation is not None:
+                call.speculation = Speculation(speculation, self._members)
+                found = obstacle_in_call(settings, call.has_cache, synced_gpus, output_decisions)
+                if call.is_by_primary and call.speculation.is_auto:
+                    call.speculation = None
+                elif found is None and not call.is_by_primary:
+                    found = obstacle_in_method(call.method, call.weights)
+                if found is not None and call.speculation is not None:
+                    call.speculation.refuse(*found)
+                    call.speculation = None
             if call.method.greedy_only and not call.is_by_primary:
                 _refuse_all_but_greedy(settings, call.method)
             if call.is_by_spans:
@@ -701,6 +712,10 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             output["num_forwards"] = call.fusion.num_forwards
             if settings.num_beams in (None, 1):
                 output["share_ensembled"] = call.fusion.share_ensembled
+        if call.speculator is not None and not isinstance(output, Tensor):
+            output["num_forwards"] = call.speculator.num_forwards
+            output["share_ensembled"] = call.speculator.share_ensembled
+            output["speculation"] = call.speculator.stats
         if call.recorder is not None:
             output["decisions"] = call.recorder.decisions(output.sequences)
         return output
@@ -867,6 +882,18 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         prompt = kwargs["encoder_input_ids"].repeat_interleave(copies, dim=0)
         mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
         eos_ids = _ids_of(generation_config._eos_token_tensor)
+        if call.speculation is not None:
+            name = needs_whole_batch(stock) if len(prompt) > 1 else None
+            if name is None:
+                processors = _CallProcessors(stock)
+                processors.call = call
+                return processors
+            call.speculation.refuse(
+                f"the logits processor {name} and several rows",
+                "rows are decided at their own pace, so a processor is called with one row at a time",
+                "Decode the rows one by one",
+            )
+            call.speculation = None
         if call.is_by_primary:
             if call.num_decision_entries is None:
                 return stock
@@ -879,7 +906,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             processors.call = call
             return processors
         is_beam_search = generation_config.num_beams > 1
-        decides_over_union = not is_beam_search and all(type(item).__name__ in _WARPERS for item in stock)
+        decides_over_union = not is_beam_search and all(type(item).__name__ in WARPERS for item in stock)
         keeps_rows = bool(
             generation_config.return_dict_in_generate
             and (generation_config.output_logits or generation_config.output_scores)
@@ -963,7 +990,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         fingerprints = {self._members[index].encoder.token_bytes.fingerprint for index in {0, *participants}}
         for item in kept:
             name = type(item).__name__
-            if name not in _WARPERS | _ANY_VOCABULARY and len(fingerprints) > 1:
+            if name not in WARPERS | _ANY_VOCABULARY and len(fingerprints) > 1:
                 raise ConfigurationError(
                     f"the logits processor {name} cannot be used with method 'sweetspan' unless all members have the "
                     "same tokenizer: it knows the primary's ids only, but every member proposes in its own."
@@ -980,7 +1007,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Run the stock loop, or hand over to spans."""
+        """Run the stock loop, or hand over to spans or to speculation."""
         call = getattr(logits_processor, "call", None)
         if call is not None and call.fusion is not None:
             if call.fusion.runs_primary:
@@ -997,6 +1024,11 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 synced_gpus,
                 streamer,
                 **model_kwargs,
+            )
+        if call.speculation is not None:
+            mask = model_kwargs.get("attention_mask")
+            return self._speculate(
+                call, input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer
             )
         config: Any = generation_config
         prompt_length = input_ids.shape[1]
@@ -1016,7 +1048,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             own_prompts=call.own_prompts,
         )
         pad = None if config._pad_token_tensor is None else int(config._pad_token_tensor)
-        ids = decode_spans(decoder, input_ids, stopping_criteria, pad, streamer)
+        ids = write_decided(decoder, input_ids, stopping_criteria, pad, streamer)
         if not config.return_dict_in_generate:
             return ids
         output = SpanDecoderOutput(sequences=ids, rounds=decoder.rounds)  # type: ignore[arg-type]
@@ -1024,6 +1056,59 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             mask = model_kwargs.get("attention_mask")
             output["decisions"] = decisions_of_rounds(decoder, call.method, input_ids, mask, ids)
         return output
+
+    def _speculate(
+        self,
+        call: _Call,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        processors: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        config: Any,
+        streamer: Any,
+    ) -> Any:
+        assert call.speculation is not None
+        eos_ids = _ids_of(config._eos_token_tensor)
+        pad = None if config._pad_token_tensor is None else int(config._pad_token_tensor)
+        method: TokenMethod
+        if call.is_by_primary:
+            ends = eos_ids_of(self._members, eos_ids)
+            method = PrimaryAlone(
+                self.union_vocabulary, ends, self._members[0].model.get_output_embeddings().weight.device
+            )
+        else:
+            method = self._method(call.method, eos_ids)
+        num_parameters = [sum(p.numel() for p in member.model.parameters()) for member in self._members]
+        drafters = call.speculation.drafters(sorted(call.weights.participants), num_parameters)
+        running = sum(num_parameters[index] for index in call.weights.participants)
+        call.speculator = SpeculativeDecoder(
+            self._members,
+            method,
+            call.method.name,
+            call.weights.at(0, input_ids),
+            input_ids,
+            mask,
+            RowProcessors(processors, input_ids, mask),
+            do_sample=bool(config.do_sample),
+            max_new_tokens=config.max_length - input_ids.shape[1],
+            end_ids=eos_ids,
+            drafters=drafters,
+            uses_ngrams=call.speculation.uses_ngrams,
+            draft_length=DraftLength(
+                shares={self._members[index].name: num_parameters[index] / running for index in drafters}
+            ),
+            keep_rows=bool(config.return_dict_in_generate and (config.output_logits or config.output_scores)),
+            filler=pad or 0,
+            own_prompts=call.own_prompts,
+        )
+        ids = write_decided(call.speculator, input_ids, stopping_criteria, pad, streamer)
+        if not config.return_dict_in_generate:
+            return ids
+        return GenerateDecoderOnlyOutput(
+            sequences=ids,  # type: ignore[arg-type]
+            scores=tuple(call.speculator.scores_rows) if config.output_scores else None,  # type: ignore[arg-type]
+            logits=tuple(call.speculator.logits_rows) if config.output_logits else None,  # type: ignore[arg-type]
+        )
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:  # type: ignore[override]
         call = getattr(kwargs.get("stopping_criteria"), "call", None)

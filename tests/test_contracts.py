@@ -1,10 +1,12 @@
 """The contracts, for every method on unlike architectures and tokenizers."""
 
+import functools
 import itertools
 
 import pytest
 
-from hf_ensemble import EvaConfig
+from hf_ensemble import EnsembleForCausalLM, EvaConfig
+from hf_ensemble.generation.draft_length import DraftLength
 from tests import contracts
 
 ALL = (*contracts.METHODS, *contracts.MAPPED, contracts.SPANS)
@@ -39,6 +41,21 @@ def test_contract_about_distributions_and_the_call_holds(contract, recipe, metho
         # The two logits of the entry where proposals are cut may differ in rounding.
         method = EvaConfig(top_k=10_000)
     contract(recipe.ensemble, method)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["gac", *(pytest.param(method, marks=pytest.mark.slow) for method in ("unite", "deepen", "mined", "eva"))],
+)
+@pytest.mark.parametrize("contract", [*contracts.EVERYWHERE, *contracts.CORE], ids=lambda contract: contract.__name__)
+def test_contract_holds_with_speculation(contract, method, monkeypatch):
+    """Whatever can be drafted is: three entries in every round after the first."""
+    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], 3))
+    generate = EnsembleForCausalLM.generate
+    monkeypatch.setattr(EnsembleForCausalLM, "generate", functools.partialmethod(generate, speculation="auto"))
+    if method == "eva" and contract is contracts.the_same_model_twice_is_that_model:
+        method = EvaConfig(top_k=10_000)
+    contract(contracts.CORE_RECIPES[0].ensemble, method)
 
 
 @pytest.mark.parametrize("recipe", contracts.RECIPES, ids=str)

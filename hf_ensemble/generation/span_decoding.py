@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..cached_rows import PlainContext
@@ -612,43 +612,3 @@ class _Masks:
             return torch.full_like(nothing, -torch.inf), torch.full_like(nothing, -1, dtype=torch.long)
         at_eos = log_probs[:, self._eos_ids]
         return at_eos.logsumexp(-1), self._eos_ids[at_eos.argmax(-1)]
-
-
-def decode_spans(
-    decoder: SpanDecoder,
-    input_ids: Tensor,
-    stopping_criteria: StoppingCriteriaList,
-    pad_token_id: int | None,
-    streamer: Any = None,
-) -> Tensor:
-    """Write spans id by id, as the stock loop does: criteria and streamers see every id.
-
-    Args:
-        decoder: Decides the spans.
-        input_ids: The prompts, of shape `(batch_size, prompt_length)`.
-        stopping_criteria: When a row ends.
-        pad_token_id: What fills rows that have ended; None to let them go on until all have.
-        streamer: Receives the prompt's successor ids one by one.
-
-    Returns:
-        All ids, of shape `(batch_size, length)`.
-    """
-    batch_size = len(input_ids)
-    finished, live = [False] * batch_size, [True] * batch_size
-    while not all(finished):
-        column = decoder.next_ids(live)
-        finished = [end or i is None for end, i in zip(finished, column, strict=True)]
-        if all(i is None for i in column):
-            break
-        filler = pad_token_id if pad_token_id is not None else 0
-        next_ids = torch.tensor([filler if i is None else i for i in column])
-        input_ids = torch.cat([input_ids, next_ids[:, None].to(input_ids.device)], dim=-1)
-        done: Any = stopping_criteria(input_ids, None)
-        finished = [end or now for end, now in zip(finished, done.tolist(), strict=True)]
-        if pad_token_id is not None:
-            live = [not end for end in finished]
-        if streamer is not None:
-            streamer.put(next_ids)
-    if streamer is not None:
-        streamer.end()
-    return input_ids

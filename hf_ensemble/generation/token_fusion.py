@@ -18,6 +18,7 @@ from ..vocabulary.context import MemberContext
 from .mixing_weights import MixingWeights
 from .prompts import OwnPrompts, expand_prompts, read_prompts, warn_of_losses
 from .recording import DecisionRecorder
+from .reports import no_position_left, not_finite_error, nothing_left_error, warn_of_control
 
 
 class TokenFusion:
@@ -217,7 +218,7 @@ class TokenFusion:
         confidence = self.method.confidence(gate_logits, gate).tolist()
         for row in rows:
             if math.isnan(confidence[row]):
-                self._raise_not_finite(self.members[gate], row, self.num_steps + 1)
+                raise not_finite_error(self.members[gate], row, self.num_steps + 1)
         return {row for row in rows if confidence[row] > threshold}
 
     def _run(self, index: int, rows: Sequence[int], device: torch.device) -> Tensor | None:
@@ -307,14 +308,7 @@ class TokenFusion:
         """Raise if processors left no candidate to any beam of a prompt, at the cost of a synchronisation."""
         has_none = (scores.amax(-1) == -torch.inf).view(-1, num_beams).all(-1)
         if bool(has_none.any()):
-            self._raise_nothing_left(int(has_none.nonzero()[0, 0]) * num_beams, self.num_steps + 1)
-
-    def _raise_nothing_left(self, row: int, step: int) -> None:
-        raise MemberError(
-            f"nothing is left to choose from in row {row} at step {step}: of what method {self._method_name!r} proposes "
-            "the primary can write nothing, or its options, processors and filters removed every candidate. Loosen them, "
-            "or let the members propose more entries."
-        )
+            raise nothing_left_error(self._method_name, int(has_none.nonzero()[0, 0]) * num_beams, self.num_steps + 1)
 
     # Following the text
 
@@ -346,7 +340,7 @@ class TokenFusion:
         self._check_members(host[4 * batch_size :], self.num_steps)
         for row in self._live:
             if empty[row]:
-                self._raise_nothing_left(row, self.num_steps)
+                raise nothing_left_error(self._method_name, row, self.num_steps)
         self._empty = self._normalizers = None
         for row in self._live:
             if not ends[row]:
@@ -460,7 +454,7 @@ class TokenFusion:
     def _write(self, row: int, primary_id: int) -> None:
         self._append(row, primary_id)
         if self.members[0].is_control(primary_id):
-            self._warn_control(primary_id)
+            warn_of_control(self.members[0], primary_id, self.method.maps[0].eos_ids.tolist(), self._warned_control)
         self._write_bytes(row, self._primary_bytes.write([primary_id]))
 
     def _write_bytes(self, row: int, data: bytes) -> None:
@@ -493,17 +487,6 @@ class TokenFusion:
 
     # Checking
 
-    def _warn_control(self, primary_id: int) -> None:
-        if primary_id in self._warned_control or primary_id in self.method.maps[0].eos_ids.tolist():
-            return
-        self._warned_control.add(primary_id)
-        token = self.members[0].tokenizer.convert_ids_to_tokens(primary_id)
-        warnings.warn(
-            f"the primary {self.members[0].name!r} wrote the control token {token!r} (id {primary_id}), which writes no "
-            f"text and does not end the row. If it should end it, pass `eos_token_id` with {primary_id} in it.",
-            stacklevel=2,
-        )
-
     def _warn_of_losses(self) -> None:
         contexts = {index: state.contexts for index, state in self.states.items()}
         warn_of_losses(self.members, contexts, self._warned_lossy)
@@ -514,13 +497,7 @@ class TokenFusion:
         for row in self._live:
             for index, member in enumerate(self.members):
                 if not_finite and not_finite[row * count + index]:
-                    self._raise_not_finite(member, row, step)
-
-    def _raise_not_finite(self, member: Member, row: int, step: int) -> None:
-        raise MemberError(
-            f"member {member.name!r} gave NaN or infinite logits in row {row} at step {step} "
-            f"(its dtype is {member.model.dtype}). Load it in bfloat16 or float32."
-        )
+                    raise not_finite_error(member, row, step)
 
     def _lengths_by_member(self) -> list[tuple[Member, int]]:
         """Each running member and the number of its ids in the longest row."""
@@ -542,11 +519,7 @@ class TokenFusion:
                 length = self._lengths[row] if index == 0 else len(self.states[index].contexts[place].ids)
                 if not ends[row] and length > limit:
                     full.add(row)
-                    warnings.warn(
-                        f"row {row} ends after {self.num_steps} new ids: member {member.name!r} has positions for "
-                        f"{limit} ids only.",
-                        stacklevel=2,
-                    )
+                    warnings.warn(no_position_left(member, row, self.num_steps), stacklevel=2)
         return full
 
 

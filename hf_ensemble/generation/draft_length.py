@@ -1,0 +1,122 @@
+"""How many entries to draft: as many as decode the most entries a second, by what has been measured."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+_LONGEST = 8
+_NUM_TIMES = 5
+_MEMORY = 64
+"""Rounds after which a time is forgotten: what did not pay then is tried again, at the cost of one round in so many."""
+_FADING = 0.9
+"""How much an outcome counts one round later."""
+_MORE_PER_ENTRY = 0.1
+"""By how much of a plain step each drafted entry is taken to lengthen a check, until it is measured."""
+
+
+class _Times:
+    """The last seconds that something took, each with the round in which it was measured."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=_NUM_TIMES)
+
+    def add(self, now: int, seconds: float) -> None:
+        self._seen.append((now, seconds))
+
+    def least(self, now: int) -> float | None:
+        """The least of them, since all else is the machine's other work; None if there is none of late."""
+        return min((seconds for then, seconds in self._seen if now - then <= _MEMORY), default=None)
+
+
+class DraftLength:
+    """Chooses how many entries to draft, from 0 (a plain step) up, and which drafter to ask.
+
+    Kept up are how long a check of so many drafted entries takes, how long drafting takes, and how often a drafted
+    entry is kept when those before it were. From these follow the expected entries a second for every length; the best
+    length is taken. Drafters are judged also by what they would have drafted, so one that is off costs nothing and is
+    on again when it would pay.
+
+    Args:
+        longest: Most entries in a draft.
+        clock: Gives seconds.
+        shares: For each drafter, what drafting an entry is taken to cost until it is measured, as a share of a plain
+            step; 0 for others.
+    """
+
+    def __init__(
+        self,
+        longest: int = _LONGEST,
+        clock: Callable[[], float] = time.perf_counter,
+        shares: Mapping[str, float] | None = None,
+    ):
+        self.longest = longest
+        self.clock = clock
+        self._shares = dict(shares or {})
+        self._round = 0
+        self._checks: dict[int, _Times] = {}
+        self._drafting: dict[str, _Times] = {}
+        self._kept: dict[str, float] = {}
+        self._failed: dict[str, float] = {}
+
+    def choose(self, drafters: Sequence[str], share: float = 1.0) -> tuple[str, int]:
+        """Choose a drafter and the length of its drafts.
+
+        Args:
+            drafters: Those to choose from; of equals the first.
+            share: Share of the rows that would get a draft.
+
+        Returns:
+            The drafter and the length; 0 to draft nothing.
+        """
+        if self._least_check(0) is None:
+            return drafters[0], 0
+        best = max(
+            ((self._rate(name, length, share), -length, -place) for place, name in enumerate(drafters)
+             for length in range(self.longest + 1)),
+        )  # fmt: skip
+        return drafters[-best[2]], -best[1]
+
+    def checked(self, length: int, seconds: float) -> None:
+        """Take note of a round: how long a check took whose longest draft had so many entries."""
+        self._round += 1
+        for counts in (self._kept, self._failed):
+            counts.update((drafter, _FADING * count) for drafter, count in counts.items())
+        if length in self._checks or length == 0:
+            self._checks.setdefault(length, _Times()).add(self._round, seconds)
+        else:
+            # A first forward pass of some shape may take long, since kernels are chosen and memory is found.
+            self._checks[length] = _Times()
+
+    def drafted(self, drafter: str, length: int, seconds: float) -> None:
+        """Take note of how long it took to draft so many entries (a row)."""
+        self._drafting.setdefault(drafter, _Times()).add(self._round, seconds / length)
+
+    def judged(self, drafter: str, num_kept: int, num_failed: int) -> None:
+        """Take note of how many entries of a drafter were (or would have been) kept, and how many were the first not."""
+        self._kept[drafter] = self._kept.get(drafter, 0.0) + num_kept
+        self._failed[drafter] = self._failed.get(drafter, 0.0) + num_failed
+
+    def keep_rate(self, drafter: str) -> float:
+        """How often a drafted entry is kept when those before it were."""
+        kept, failed = self._kept.get(drafter, 0.0), self._failed.get(drafter, 0.0)
+        return (kept + 1) / (kept + failed + 2)
+
+    def _rate(self, drafter: str, length: int, share: float) -> float:
+        """Expected entries a second and row."""
+        keep_rate = self.keep_rate(drafter)
+        expected = sum(keep_rate**n for n in range(length + 1))
+        seconds = self._check_seconds(length) + length * self._drafting_seconds(drafter)
+        return (1 - share + share * expected) / max(seconds, 1e-12)
+
+    def _check_seconds(self, length: int) -> float:
+        times = {known: seconds for known in self._checks if (seconds := self._least_check(known)) is not None}
+        nearest = min(times, key=lambda known: (abs(known - length), known))
+        return times[nearest] * (1 + _MORE_PER_ENTRY * length) / (1 + _MORE_PER_ENTRY * nearest)
+
+    def _drafting_seconds(self, drafter: str) -> float:
+        times = self._drafting.get(drafter)
+        seconds = None if times is None else times.least(self._round)
+        return self._shares.get(drafter, 0.0) * self._check_seconds(0) if seconds is None else seconds
+
+    def _least_check(self, length: int) -> float | None:
+        return self._checks[length].least(self._round) if length in self._checks else None
