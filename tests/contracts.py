@@ -494,15 +494,17 @@ def a_member_that_gives_nan_is_named(ensemble: EnsembleForCausalLM, method: Any)
 EVERYWHERE = (a_row_alone_is_the_row_in_a_batch, the_cache_changes_nothing)
 """Contracts that lean on caches and positions."""
 
-CORE = (
+ABOUT_DISTRIBUTIONS = (
     an_ensemble_of_one_is_that_model,
     the_same_model_twice_is_that_model,
     all_weight_on_the_primary_is_the_primary,
     a_constant_on_a_members_logits_changes_nothing,
+)
+
+ABOUT_THE_CALL = (
     the_streamed_text_is_the_final_text,
     a_call_leaves_nothing_behind,
     control_tokens_in_a_users_text_are_text,
     a_member_that_raises_is_named,
     a_member_that_gives_nan_is_named,
 )
-"""Contracts about distributions and the call."""
