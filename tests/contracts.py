@@ -508,3 +508,5 @@ ABOUT_THE_CALL = (
     a_member_that_raises_is_named,
     a_member_that_gives_nan_is_named,
 )
+
+CORE = (*ABOUT_DISTRIBUTIONS, *ABOUT_THE_CALL)
