@@ -1,5 +1,16 @@
 # Sourced by examples/quickstart.sh and tests/run.sh, in the root of the checkout.
 
+# bare_environment FOLDER: a new virtual environment with nothing but pip.
+bare_environment() {
+    local folder=$1
+    rm -rf "$folder"
+    python3 -m venv "$folder" 2>/dev/null && return
+    echo "python3 -m venv does not work here (Debian: package python3-venv), trying virtualenv instead"
+    rm -rf "$folder"
+    python3 -m pip install -qq --target "$folder-virtualenv" virtualenv || return 1
+    PYTHONPATH="$folder-virtualenv" python3 -m virtualenv --quiet "$folder"
+}
+
 # make_environment FOLDER ARGUMENT...: a virtual environment with this checkout and what the arguments of `pip install`
 # say. It is kept until the arguments, the requirements in pyproject.toml, the Python version or the checkout change.
 make_environment() {
@@ -9,13 +20,7 @@ make_environment() {
     if [ "$(cat "$folder/made-for" 2>/dev/null)" = "$wanted" ]; then
         return 0
     fi
-    rm -rf "$folder"
-    if ! python3 -m venv "$folder" 2>/dev/null; then
-        echo "python3 -m venv does not work here (Debian: package python3-venv), trying virtualenv instead"
-        rm -rf "$folder"
-        python3 -m pip install -qq --target "$folder-virtualenv" virtualenv || return 1
-        PYTHONPATH="$folder-virtualenv" python3 -m virtualenv --quiet "$folder" || return 1
-    fi
+    bare_environment "$folder" || return 1
     # Twice quiet: warnings about package indexes are not for the user. Bytecode is left to the imports, which need
     # little of it.
     local pip=("$folder/bin/python" -m pip install -qq --disable-pip-version-check --no-compile)

@@ -1,20 +1,27 @@
-"""Nothing is downloaded, stored maps go to a folder of their own, and test modules share one copy of the helpers."""
+"""Nothing is downloaded, stored maps go to a folder of their own, and one process is one thread.
 
-import importlib
+Imports nothing large: a process that only hands out tests to others needs none of it.
+"""
+
+import gc
 import os
-import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
-import torch
 
 pytest.register_assert_rewrite("tests.contracts")
-torch.set_num_threads(1)
 
-for _name in ("tiny", "reference", "contracts"):
-    # `import tiny` gives the same module as `from tests import tiny`.
-    sys.modules.setdefault(_name, importlib.import_module(f"tests.{_name}"))
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported stays: looking for garbage in it would take seconds in every process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,3 +31,10 @@ def map_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_ENSEMBLE_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    import torch
+
+    torch.set_num_threads(1)

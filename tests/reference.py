@@ -70,9 +70,10 @@ class ReferenceMember:
 
         textless = self.control | self.rowless
         hidden = {token for token, i in self.vocab.items() if i in textless}
-        self._view = _text_only(self.spec, self.vocab, hidden, inserts_space=True, normalizes=True)
-        self._continue = _text_only(self.spec, self.vocab, hidden, inserts_space=False, normalizes=True)
-        self._continue_plain = _text_only(self.spec, self.vocab, hidden, inserts_space=False, normalizes=False)
+        make = functools.partial(_text_only, self.spec, self.vocab, hidden, {})
+        self._view = make(inserts_space=True, normalizes=True)
+        self._continue = make(inserts_space=False, normalizes=True)
+        self._continue_plain = make(inserts_space=False, normalizes=False)
 
         self.token_bytes = {}
         for token, i in self.vocab.items():
@@ -224,11 +225,18 @@ def _parts(spec: object, name: str) -> Iterable:
 
 
 def _text_only(
-    spec: dict, vocab: dict[str, int], hidden: set[str], *, inserts_space: bool, normalizes: bool
+    spec: dict,
+    vocab: dict[str, int],
+    hidden: set[str],
+    made: dict[str, TextRules],
+    *,
+    inserts_space: bool,
+    normalizes: bool,
 ) -> TextRules:
     """A copy of a tokenizer that cannot produce the tokens in `hidden` from text, and adds nothing at the ends.
 
-    Replacing spaces by the space sign is spelling, no normalization, and always kept.
+    Replacing spaces by the space sign is spelling, no normalization, and always kept. `made` has the copies of other
+    rules: where the tokenizer has none of them, it is the same copy, which takes seconds to make.
     """
     added = [token for token in spec["added_tokens"] if token["content"] not in hidden]
     model = dict(spec["model"])
@@ -256,11 +264,15 @@ def _text_only(
                 rule["prepend_scheme"] = "never"
             elif rule["type"] == "ByteLevel":
                 rule["add_prefix_space"] = False
+    key = json.dumps([normalizer, pre_tokenizer])
+    if key in made:
+        return made[key]
     own = {"added_tokens": added, "model": model, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
     nothing = dict.fromkeys(("post_processor", "truncation", "padding"))
     tokenizer = Tokenizer.from_str(json.dumps({**spec, **own, **nothing}))
     spelled = {name: token for token, name in unreachable.items()}
-    return TextRules(tokenizer, {i: vocab[spelled.get(name, name)] for name, i in tokenizer.get_vocab().items()})
+    made[key] = TextRules(tokenizer, {i: vocab[spelled.get(name, name)] for name, i in tokenizer.get_vocab().items()})
+    return made[key]
 
 
 def _is_utf8(data: bytes) -> bool:

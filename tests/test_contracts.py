@@ -33,8 +33,8 @@ def test_contract_about_caches_and_positions_holds(contract, recipe, method):
 
 
 @pytest.mark.parametrize(("recipe", "method"), cases(contracts.CORE_RECIPES, ALL))
-@pytest.mark.parametrize("contract", contracts.CORE, ids=lambda contract: contract.__name__)
-def test_contract_about_distributions_and_the_call_holds(contract, recipe, method):
+@pytest.mark.parametrize("contract", contracts.ABOUT_DISTRIBUTIONS, ids=lambda contract: contract.__name__)
+def test_contract_about_distributions_holds(contract, recipe, method):
     if method == contracts.SPANS and contract is contracts.the_same_model_twice_is_that_model:
         pytest.skip("about distributions: for spans see tests/generation/test_span_decoding.py")
     if method == "eva" and contract is contracts.the_same_model_twice_is_that_model:
@@ -56,6 +56,12 @@ def test_contract_holds_with_speculation(contract, method, monkeypatch):
     if method == "eva" and contract is contracts.the_same_model_twice_is_that_model:
         method = EvaConfig(top_k=10_000)
     contract(contracts.CORE_RECIPES[0].ensemble, method)
+
+
+@pytest.mark.parametrize(("recipe", "method"), cases(contracts.CORE_RECIPES, (*contracts.METHODS, contracts.SPANS)))
+@pytest.mark.parametrize("contract", contracts.ABOUT_THE_CALL, ids=lambda contract: contract.__name__)
+def test_contract_about_the_call_holds(contract, recipe, method):
+    contract(recipe.ensemble, method)
 
 
 @pytest.mark.parametrize("recipe", contracts.RECIPES, ids=str)

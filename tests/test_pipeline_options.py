@@ -37,15 +37,12 @@ REFUSED = {"guidance_scale": 2.0, "prompt_lookup_num_tokens": 2, "token_healing"
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_acts_as_in_generate(name):
     options = {"max_new_tokens": 8, "do_sample": False, "method": "gac", **OPTIONS[name]}
-    for prompt in PROMPTS[:2]:
-        torch.manual_seed(0)
-        found = WRITER(prompt, return_full_text=False, **options)
-        inputs = ENSEMBLE.tokenizer(prompt, return_tensors="pt")
-        torch.manual_seed(0)
-        ids = ENSEMBLE.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
-        assert [one["generated_text"] for one in found] == ENSEMBLE.tokenizer.batch_decode(
-            ids, skip_special_tokens=True
-        )
+    torch.manual_seed(0)
+    found = WRITER(PROMPTS[0], return_full_text=False, **options)
+    inputs = ENSEMBLE.tokenizer(PROMPTS[0], return_tensors="pt")
+    torch.manual_seed(0)
+    ids = ENSEMBLE.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+    assert [one["generated_text"] for one in found] == ENSEMBLE.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -492,7 +492,7 @@ def _build(model_class, config_class, vocab, options: dict) -> PreTrainedModel:
     vocab_options = _vocab_options(vocab, options.pop("extra_rows", 0))
     config = config_class(**{**vocab_options, "dtype": "float32", **options})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model = model_class(config).eval()
         with torch.no_grad():
             for name, weight in sorted(model.named_parameters()):
@@ -576,7 +576,7 @@ class ScriptedModel(PreTrainedModel, GenerationMixin):
         self.script, self.prompt_length, self.shift = script, prompt_length, shift
         self.calls: list[Call] = []
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.vocab_size)
+            torch.default_generator.manual_seed(config.vocab_size)
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.eval()
@@ -637,23 +637,25 @@ class ScriptedModel(PreTrainedModel, GenerationMixin):
             keys, values = cache.update(*states, 0)
             ids, all_positions = (tensor[:, 0, : past + length, 0].long() for tensor in (keys, values))
 
-        kept = range(length)
+        holes = visible & own[..., None] & (all_positions[:, None] != visible.cumsum(-1) - 1)  # (B, T, past + T)
+        if holes.any():
+            row = int(holes.any(-1).any(-1).nonzero()[0])
+            raise ValueError(f"The cache of row {row} has a hole: {all_positions[row].tolist()}.")
+
+        kept = list(range(length))
         if isinstance(logits_to_keep, Tensor):
             kept = logits_to_keep.tolist()
         elif logits_to_keep:
-            kept = range(length)[-logits_to_keep:]
+            kept = kept[-logits_to_keep:]
         logits = torch.zeros(batch, len(kept), self.config.vocab_size)
         contexts = []
         for b in range(batch):
-            contexts.append(())
-            for t in range(length):
-                if not own[b, t]:
-                    continue
-                contexts[b] = tuple(ids[b, visible[b, t]].tolist())
-                if all_positions[b, visible[b, t]].tolist() != list(range(len(contexts[b]))):
-                    raise ValueError(f"The cache of row {b} has a hole: {all_positions[b].tolist()}.")
-                if t in kept:
-                    logits[b, list(kept).index(t)] = self.row(contexts[b])
+            real = own[b].nonzero().flatten().tolist()
+            read = {t: tuple(ids[b, visible[b, t]].tolist()) for t in real if t in kept or t == real[-1]}
+            contexts.append(read[real[-1]] if real else ())
+            for place, t in enumerate(kept):
+                if t in read:
+                    logits[b, place] = self.row(read[t])
         self.calls.append(Call(input_ids.clone(), attention_mask, position_ids, contexts))
         return CausalLMOutputWithPast(logits=logits.to(self.lm_head.weight), **{CACHE_NAME: cache})
 

@@ -19,15 +19,16 @@ from tests.reference import ReferenceMember
 
 each_method = pytest.mark.parametrize("method", AVERAGING)
 each_averaging_method = pytest.mark.parametrize("method", [*AVERAGING, *MAPPED])
-each_token_method = pytest.mark.parametrize("method", [*METHODS, *MAPPED])
+TOKEN_METHODS = (*METHODS, *MAPPED)
+each_token_method = pytest.mark.parametrize("method", TOKEN_METHODS)
 
 
-def methods_by_turns(**values: Sequence) -> Any:
-    """Parametrize over all combinations of values, with GaC and UniTE by turns (they differ little in such cases)."""
+def methods_by_turns(methods: Sequence[str] = AVERAGING, **values: Sequence) -> Any:
+    """Parametrize over all combinations of values, with the methods by turns (they differ little in such cases)."""
     params = []
     for places in itertools.product(*(range(len(of_one)) for of_one in values.values())):
         chosen = [of_one[n] for of_one, n in zip(values.values(), places, strict=True)]
-        method = AVERAGING[sum(places) % len(AVERAGING)]
+        method = methods[sum(places) % len(methods)]
         names = [" + ".join(one) if isinstance(one, tuple) else str(one) for one in chosen]
         params.append(pytest.param(method, *chosen, id="-".join([*names, method])))
     return pytest.mark.parametrize(("method", *values), params)

@@ -147,13 +147,23 @@ def test_a_moved_folder_with_its_members_inside_still_loads(tmp_path):
 
 @pytest.mark.slow
 def test_another_process_loads_it_with_the_library_and_says_what_is_missing_without(saved, tmp_path):
-    """F2: Never another class; the message without the library names it, with and without trusting remote code."""
+    """F2: Never another class; the message without the library names it, with and without trusting remote code.
+
+    Nor does importing the library change anything global.
+    """
     ensemble = EnsembleForCausalLM.from_pretrained(saved, method="gac", weights=[0.25, 0.75])
     ensemble.save_pretrained(tmp_path / "ensemble")
     expected = output_ids(ensemble, "The cat", max_new_tokens=3)
     code = f"""
-        import sys
+        import logging, os, sys, torch, transformers, warnings
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+        def state():
+            return (dict(os.environ), torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(),
+                    torch.random.get_rng_state().tolist(), logging.getLogger().level,
+                    transformers.logging.get_verbosity(), list(warnings.filters))
+
+        transformers.GenerationMixin, transformers.PreTrainedModel, transformers.DynamicCache
         folder = {str(tmp_path / "ensemble")!r}
         for load in (AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained):
             for options in ({{}}, {{"trust_remote_code": True}}):
@@ -163,7 +173,9 @@ def test_another_process_loads_it_with_the_library_and_says_what_is_missing_with
                     assert "hf_ensemble" in str(error), error
                 else:
                     sys.exit("loaded as something else")
+        before = state()
         import hf_ensemble
+        assert state() == before
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert type(model) is hf_ensemble.EnsembleForCausalLM
         inputs = AutoTokenizer.from_pretrained(folder)("The cat", return_tensors="pt")

@@ -62,7 +62,7 @@ class Replay(LogitsProcessor):
 
 
 @functools.cache
-def _loaded(device: str) -> tuple[list, list, list]:
+def _loaded(device: str) -> tuple[list, list, list, list]:
     paths = demo_model_paths()
     ensemble = EnsembleForCausalLM.from_pretrained(paths, dtype="float32", device_map=device)
     models, tokenizers = list(ensemble.members), list(ensemble.tokenizers)
@@ -70,7 +70,7 @@ def _loaded(device: str) -> tuple[list, list, list]:
         ReferenceMember(model, tokenizer, name=path.name)
         for model, tokenizer, path in zip(models, tokenizers, paths, strict=True)
     ]
-    return models, tokenizers, members
+    return models, tokenizers, members, [member.cache_mode for member in ensemble._members]
 
 
 class Pair:
@@ -78,8 +78,10 @@ class Pair:
 
     def __init__(self, primary: int, device: str = "cpu"):
         # In both orders of the same loaded models, since describing a large vocabulary to the reference takes long.
-        models, tokenizers, members = (items[:: -1 if primary else 1] for items in _loaded(device))
+        models, tokenizers, members, modes = (items[:: -1 if primary else 1] for items in _loaded(device))
         self.ensemble = EnsembleForCausalLM.from_members(models, tokenizers)
+        for member, mode in zip(self.ensemble._members, modes, strict=True):
+            member.cache_mode = mode  # trying it out takes seconds, too
         self.references = {name: Reference(members, method=name) for name in ("gac", "unite")}
 
     def compare_text(self, method: str, prompt: str, num_tokens: int) -> dict:

@@ -1,27 +1,17 @@
 """Bug-bank cases that need the real pair: SmolLM2-135M-Instruct and Gemma-3-270M. The others are in `bug_bank/`."""
 
 import copy
-import functools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from hf_ensemble import EnsembleForCausalLM, MemberConfig, MemberError, UnionVocabulary
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")]
 each_method = pytest.mark.parametrize("method", ["gac", "unite"])
 NAMES = ("smol", "gemma")
-
-
-@pytest.fixture(scope="module")
-def tokenizers(demo_models):
-    return [AutoTokenizer.from_pretrained(path) for path in demo_models]
-
-
-@pytest.fixture(scope="module")
-def models(demo_models):
-    return [AutoModelForCausalLM.from_pretrained(path) for path in demo_models]
+THAI, HEBREW = "เมืองหลวงของประเทศไทยคือ", "עיר הבירה של ישראל היא"
 
 
 def ensemble_of(models, tokenizers, order=(0, 1)):
@@ -32,20 +22,9 @@ def ensemble_of(models, tokenizers, order=(0, 1)):
     )
 
 
-@pytest.fixture(scope="module")
-def made(models, tokenizers):
-    """Ensembles of the two models in any order, each made once."""
-    return functools.cache(lambda *order: ensemble_of(models, tokenizers, order))
-
-
-@pytest.fixture(scope="module")
-def ensemble(made):
-    return made(0, 1)
-
-
 def text_of(ensemble, prompt, **options):
     inputs = ensemble.tokenizer(prompt, return_tensors="pt")
-    ids = ensemble.generate(**inputs, **{"max_new_tokens": 8, "do_sample": False, **options})[0]
+    ids = ensemble.generate(**inputs, **{"max_new_tokens": 5, "do_sample": False, **options})[0]
     return ensemble.tokenizer.decode(ids, skip_special_tokens=True)
 
 
@@ -83,9 +62,11 @@ def test_every_token_of_the_pair_has_a_key_of_its_own(ensemble, tokenizers):
     assert len(set(beyond)) == len(beyond)
 
 
-@each_method
-@pytest.mark.parametrize("prompt", ["เมืองหลวงของประเทศไทยคือ", "עיר הבירה של ישראל היא"], ids=["thai", "hebrew"])
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["smol first", "gemma first"])
+@pytest.mark.parametrize(
+    ("order", "prompt", "method"),
+    [((0, 1), THAI, "unite"), ((0, 1), HEBREW, "gac"), ((1, 0), THAI, "gac"), ((1, 0), HEBREW, "unite")],
+    ids=["smol first, thai, unite", "smol first, hebrew, gac", "gemma first, thai, gac", "gemma first, hebrew, unite"],
+)
 def test_scripts_in_pieces_come_out_whole(made, method, prompt, order):
     """A13: Nothing but the last, unfinished character is broken."""
     text = text_of(made(*order), prompt, method=method)
@@ -101,45 +82,45 @@ def test_three_unequal_prompts_are_what_they_are_alone(ensemble, tokenizers, met
     assert tokenizers[0].padding_side == "right"
     batch = tokenizers[0](prompts, return_tensors="pt", padding=True)
     with pytest.warns(UserWarning, match="padded on the right"):
-        ids = ensemble.generate(**batch, max_new_tokens=8, do_sample=False, method=method)
+        ids = ensemble.generate(**batch, max_new_tokens=5, do_sample=False, method=method)
     assert tokenizers[0].batch_decode(ids, skip_special_tokens=True) == alone
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["smol first", "gemma first"])
-def test_gemma_in_float16_is_an_error_that_names_it(demo_models, models, tokenizers, order):
+@pytest.mark.parametrize(
+    ("order", "method", "do_sample"),
+    [((0, 1), "gac", False), ((1, 0), "unite", True)],
+    ids=["smol first", "gemma first"],
+)
+def test_gemma_in_float16_is_an_error_that_names_it(demo_models, models, tokenizers, order, method, do_sample):
     """G1: It gives NaN on the CPU; the error has member, dtype and step, greedy and sampled."""
     half = AutoModelForCausalLM.from_pretrained(demo_models[1], dtype=torch.float16)
     with torch.no_grad():
         if half(**tokenizers[1]("The capital of France is", return_tensors="pt")).logits.isfinite().all():
             pytest.skip("this machine's float16 gives no NaN")
     ensemble = ensemble_of([models[0], half], tokenizers, order)
-    for method in ("gac", "unite"):
-        for do_sample in (False, True):
-            with pytest.raises(MemberError, match=r"gemma.*step 1\b.*float16"):
-                text_of(ensemble, "The capital of France is", method=method, do_sample=do_sample)
+    with pytest.raises(MemberError, match=r"gemma.*step 1\b.*float16"):
+        text_of(ensemble, "The capital of France is", method=method, do_sample=do_sample)
 
 
-@pytest.mark.parametrize("halved", [0, 1], ids=NAMES)
-def test_bfloat16_stands_beside_float32(models, tokenizers, halved):
+@pytest.mark.parametrize(("halved", "method"), [(0, "gac"), (1, "unite")], ids=NAMES)
+def test_bfloat16_stands_beside_float32(models, tokenizers, halved, method):
     """G3: Either of them; mixed in float32, with a sum of 1."""
     mixed = list(models)
     mixed[halved] = copy.deepcopy(models[halved]).to(torch.bfloat16)
     ensemble = ensemble_of(mixed, tokenizers)
     inputs = ensemble.tokenizer("The capital of France is", return_tensors="pt")
     options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    for method in ("gac", "unite"):
-        for logits in ensemble.generate(**inputs, method=method, **options).logits:
-            assert logits.dtype == torch.float32
-            assert logits.exp().sum().item() == pytest.approx(1, abs=1e-5)
+    for logits in ensemble.generate(**inputs, method=method, **options).logits:
+        assert logits.dtype == torch.float32
+        assert logits.exp().sum().item() == pytest.approx(1, abs=1e-5)
 
 
-@each_method
-@pytest.mark.parametrize("member", [0, 1], ids=NAMES)
+@pytest.mark.parametrize(("member", "method"), [(0, "unite"), (1, "gac")], ids=NAMES)
 def test_one_member_or_the_same_twice_is_that_model(made, models, tokenizers, method, member):
     """O1 and O2, and O3 for the first member."""
     prompt = "The answer is "
     inputs = tokenizers[member](prompt, return_tensors="pt")
-    ids = models[member].generate(**inputs, max_new_tokens=8, do_sample=False)[0]
+    ids = models[member].generate(**inputs, max_new_tokens=5, do_sample=False)[0]
     expected = tokenizers[member].decode(ids, skip_special_tokens=True)
     assert text_of(made(member), prompt, method=method) == expected
     assert text_of(made(member, member), prompt, method=method) == expected

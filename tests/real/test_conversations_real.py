@@ -1,9 +1,7 @@
 """A conversation with the two real models: one has a chat template, the other has none."""
 
 import pytest
-from transformers import AutoTokenizer, pipeline
-
-from hf_ensemble import EnsembleForCausalLM
+from transformers import pipeline
 
 pytestmark = pytest.mark.real
 
@@ -13,16 +11,11 @@ MESSAGES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def ensemble(demo_models):
-    return EnsembleForCausalLM.from_pretrained(demo_models, dtype="float32")
-
-
 @pytest.mark.parametrize("method", ["gac", "unite", "sweetspan"])
-def test_a_real_pair_answers_a_conversation(ensemble, demo_models, method):
+def test_a_real_pair_answers_a_conversation(ensemble, tokenizers, method):
     """The ids are the first model's own; the answer is right, ends, and is the pipeline's."""
     inputs = ensemble.apply_chat_template(MESSAGES, add_generation_prompt=True, return_tensors="pt")
-    own = AutoTokenizer.from_pretrained(demo_models[0]).apply_chat_template(MESSAGES, add_generation_prompt=True)
+    own = tokenizers[0].apply_chat_template(MESSAGES, add_generation_prompt=True)
     assert inputs["input_ids"][0].tolist() == own["input_ids"]
     ids = ensemble.generate(**inputs, method=method, max_new_tokens=16, do_sample=False)
     answer = ensemble.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -3,18 +3,15 @@
 import pytest
 import torch
 
-from hf_ensemble import EnsembleForCausalLM
-
 pytestmark = pytest.mark.real
 
 PROMPT = "The capital of France is"
 
 
-def test_decisions_are_what_both_models_say(demo_models, tmp_path):
-    ensemble = EnsembleForCausalLM.from_pretrained(demo_models, dtype="float32", method="gac")
+def test_decisions_are_what_both_models_say(ensemble, tmp_path):
     inputs = ensemble.tokenizer(PROMPT, return_tensors="pt")
     output = ensemble.generate(
-        **inputs, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_decisions=True
+        **inputs, method="gac", max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_decisions=True
     )
     [decisions] = output.decisions
     texts = [decision.text for decision in decisions]

@@ -9,13 +9,8 @@ from hf_ensemble import EnsembleForCausalLM
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def ensemble(demo_models):
-    return EnsembleForCausalLM.from_pretrained(list(demo_models), method="gac", dtype="float32")
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_a_local_task_of_lm_eval_runs(ensemble, tmp_path, monkeypatch):
+def test_a_local_task_of_lm_eval_runs(models, tokenizers, tmp_path, monkeypatch):
     lm_eval = pytest.importorskip("lm_eval")
     import datasets
     from lm_eval.tasks import TaskManager
@@ -34,6 +29,7 @@ def test_a_local_task_of_lm_eval_runs(ensemble, tmp_path, monkeypatch):
         "doc_to_target: label\nmetric_list: [{metric: acc}]\nmetadata: {version: 1}\n",
         "utf-8",
     )
+    ensemble = EnsembleForCausalLM.from_members(models, tokenizers, method="gac")
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     results = lm_eval.simple_evaluate(
         model=EnsembleLM(ensemble=ensemble), tasks=["capitals"], task_manager=manager, bootstrap_iters=0
