@@ -149,13 +149,22 @@ class _Read:
         contexts: The contexts of its state's rows.
         num_kept: How many of their ids were cached before.
         rows: For each place, the rows of the state that were read for it; empty if the member was not needed there.
+        wanted: Each position at which logits are wanted, with their row and how far from its end they stand.
+        num_last: For each row, after how many of its last ids logits are wanted.
         logits: The member's logits, of shape `(num_positions, vocab_size)`; None if no position needs it.
     """
 
     contexts: list[MemberContext]
     num_kept: list[int]
     rows: list[list[int]]
-    logits: Tensor | None
+    wanted: list[tuple[int, int, int]]
+    num_last: list[int]
+    logits: Tensor | None = None
+
+    @property
+    def wanted_rows(self) -> list[int]:
+        """The rows of the state that are read."""
+        return sorted(row for of_place in self.rows for row in of_place)
 
 
 @dataclass
@@ -256,7 +265,8 @@ class SpeculativeDecoder:
         if 0 in participants:
             contexts = {0: [MemberContext.of_ids(self._encoder, ids) for ids in prompts.ids], **contexts}
         self.states: dict[int, MemberState[MemberContext]] = {
-            index: MemberState(members[index], rows) for index, rows in contexts.items()
+            index: MemberState(members[index], rows, num_expected=max_new_tokens * 5 // 4 + draft_length.longest)
+            for index, rows in contexts.items()
         }
         expand_prompts(self.states, prompts.prompt_of_row)
         prompt_of_row = [prompts.ids[prompt] for prompt in prompts.prompt_of_row]
@@ -328,7 +338,10 @@ class SpeculativeDecoder:
         plan = self._plan(chains, places)
         needed = plan != 0
         needed[:, 0] |= self.method.starts_from_primary
-        reads = {index: self._read(index, chains, first, needed[:, index].tolist()) for index in self.states}
+        # All members are started before one is waited for.
+        reads = {index: self._start_reading(index, chains, first, needed[:, index].tolist()) for index in self.states}
+        for index, read in reads.items():
+            read.logits = self._logits_of(index, read, len(plan))
         choices = self._choose(reads, plan, chains, first)
         used = self._accept(chains, first, choices, drafter, reads)
         if not self._is_first_round:  # that one reads the prompts
@@ -426,8 +439,10 @@ class SpeculativeDecoder:
                 plan = without_member(plan, index, sitting_out)
         return plan
 
-    def _read(self, index: int, chains: Sequence[_Chain], first: Sequence[int], needed: Sequence[bool]) -> _Read:
-        """Let one member read every row and its draft, in one forward pass, and take its logits where it is needed."""
+    def _start_reading(
+        self, index: int, chains: Sequence[_Chain], first: Sequence[int], needed: Sequence[bool]
+    ) -> _Read:
+        """Start one member's reading of every row and its draft, in one forward pass."""
         state = self.states[index]
         contexts = [chain.contexts[index][0] for chain in chains]
         parents, num_last = list(range(len(chains))), [1] * len(chains)
@@ -450,24 +465,29 @@ class SpeculativeDecoder:
                 behind = len(contexts[row].ids) - len(context.ids)
                 num_last[row] = max(num_last[row], behind + 1)
                 wanted.append((first[place] + at, row, behind))
-        num_kept = [context.num_kept for context in contexts]
-        if not wanted:
-            return _Read(contexts, num_kept, rows, None)
-        if len(contexts) > len(chains):
-            state.select(parents, contexts)
-        else:
-            state.contexts = contexts
-        logits = state.logits(num_last, rows=sorted(row for of_place in rows for row in of_place))
+        read = _Read(contexts, [context.num_kept for context in contexts], rows, sorted(wanted), num_last)
+        if wanted:
+            if len(contexts) > len(chains):
+                state.select(parents, contexts)
+            else:
+                state.contexts = contexts
+            state.start(num_last, rows=read.wanted_rows)
+        return read
+
+    def _logits_of(self, index: int, read: _Read, num_positions: int) -> Tensor | None:
+        """A member's logits at all positions, of shape `(num_positions, vocab_size)`; None if none needs it."""
+        if not read.wanted:
+            return None
+        logits = self.states[index].logits(read.num_last, rows=read.wanted_rows)
         if logits.ndim == 2:
             logits = logits[:, None]
-        wanted.sort()
-        positions, at_rows, behind_edge = (torch.tensor(part) for part in zip(*wanted, strict=True))
+        positions, at_rows, behind_edge = (torch.tensor(part) for part in zip(*read.wanted, strict=True))
         at_columns = logits.shape[1] - 1 - behind_edge
         taken = logits[at_rows.to(logits.device), at_columns.to(logits.device)].to(self._device, torch.float32)
-        if len(wanted) < len(needed):
-            spread = taken.new_zeros(len(needed), taken.shape[-1])
+        if len(read.wanted) < num_positions:
+            spread = taken.new_zeros(num_positions, taken.shape[-1])
             taken = spread.index_copy_(0, positions.to(self._device), taken)
-        return _Read(contexts, num_kept, rows, taken)
+        return taken
 
     # Choosing
 
