@@ -118,10 +118,12 @@ def time_steps(member: Member, ids: torch.Tensor, num_new: int = 1, repeats: int
         return timed(lambda: [step() for _ in range(repeats)]) / repeats
 
 
-def time_ensemble(ensemble, ids: torch.Tensor, new_tokens: int, method: str, **options) -> float:
-    """Seconds a token of the ensemble's `generate`, the prompt included."""
+def time_ensemble(ensemble, ids: torch.Tensor, new_tokens: int, method: str, outputs: list | None = None, **options):
+    """Seconds a token of the ensemble's `generate`, the prompt included; the output goes to `outputs`."""
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0, "method": method, **options}
-    return timed(lambda: ensemble.generate(ids, attention_mask=torch.ones_like(ids), **settings)) / new_tokens
+    outputs = [] if outputs is None else outputs
+    run = lambda: outputs.append(ensemble.generate(ids, attention_mask=torch.ones_like(ids), **settings))  # noqa: E731
+    return timed(run) / new_tokens
 
 
 def time_fusion(ensemble, method: str, repeats: int = 100) -> list[float]:

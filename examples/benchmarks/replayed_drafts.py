@@ -1,0 +1,111 @@
+"""Time drafts for large members with random weights on a GPU, with the acceptance that real members had.
+
+A 1B drafts for itself and an 8B (Llama shapes, bfloat16). Random weights write byte garbage and agree on nothing, so a
+real text is replayed, and of every draft as many entries are made right as were kept in the rounds that
+`speculation.py --save-acceptance` recorded with real members. Everything else is as in a call: the drafter's steps, the
+members' checks, mixing, choosing, rolling back. Plain decoding and drafts take turns.
+
+    python examples/benchmarks/replayed_drafts.py acceptance.json --tokenizer FOLDER_OF_LLAMA3
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from large_members import TEXT, load, time_ensemble
+from turns import quartiles
+
+import hf_ensemble
+from hf_ensemble.generation.drafts import NGRAM
+from hf_ensemble.generation.speculation import SpeculativeDecoder
+
+
+def outcomes(path: Path, method: str) -> list[bool]:
+    """For entries that a member drafted for real members, one after the other, whether they were kept."""
+    kept: list[bool] = []
+    for record in json.loads(path.read_text("utf-8")):
+        if record["method"] != method:
+            continue
+        for drafter, num_drafted, num_kept in record["rounds"]:
+            if num_drafted and drafter != NGRAM and record["speculation"] == drafter:
+                kept += [True] * num_kept + [False] * (num_kept < num_drafted)
+    return kept
+
+
+class ReplayedDecoder(SpeculativeDecoder):
+    """Chooses the ids of a text, whatever the scores; drafts are them too, as far as the recorded outcomes say."""
+
+    outcomes: Iterator[bool]
+    text_ids: list[int]
+    prompt_length: int
+
+    def _pick(self, scores, numbers):
+        columns, is_empty = super()._pick(scores, numbers)
+        places = [self.prompt_length + number for _, number in numbers]
+        return torch.tensor([self.text_ids[place] for place in places], device=columns.device), is_empty
+
+    def _as_entries(self, index, ids):
+        place = self.prompt_length + self._rows[0].num_entries
+        draft = self.text_ids[place : place + len(ids)]
+        num_right = sum(1 for _ in itertools.takewhile(bool, itertools.islice(self.outcomes, len(draft))))
+        if num_right < len(draft):
+            draft[num_right] += 1
+        return draft
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("acceptance", type=Path)
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--methods", nargs="+", default=["unite", "gac"])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=5)
+    args = parser.parse_args()
+    ensemble = load(["8B", "1B"], ["cuda:0"], [args.tokenizer] * 2)
+    text_ids = ensemble.tokenizer(TEXT).input_ids
+    ReplayedDecoder.text_ids = text_ids
+    ReplayedDecoder.prompt_length = args.prompt
+    hf_ensemble.model.SpeculativeDecoder = ReplayedDecoder
+    drafter = ensemble._members[1].name
+    prompt = torch.tensor([text_ids[: args.prompt]], device=ensemble.device)
+    print(
+        f"{torch.cuda.get_device_name()}, hf_ensemble {hf_ensemble.__version__}, transformers {transformers.__version__}, "
+        f"torch {torch.__version__}, bfloat16, prompt {args.prompt}, {args.new_tokens} new tokens, {args.turns} turns"
+    )
+    print(
+        "\n| method | share of drafted entries kept | plain, ms a token | with drafts, ms a token | written a round | plain "
+        "to drafts |\n|---|---|---|---|---|---|"
+    )
+    for method in args.methods:
+        kept = outcomes(args.acceptance, method)
+        ReplayedDecoder.outcomes = itertools.cycle(kept)
+        plain, drafted, rounds = [], [], []
+        for turn in range(args.turns + 1):
+            without = time_ensemble(ensemble, prompt, args.new_tokens, method)
+            with_drafts, output = time_drafts(ensemble, prompt, args.new_tokens, method, drafter)
+            if turn:  # the first warms up
+                plain.append(1e3 * without)
+                drafted.append(1e3 * with_drafts)
+                rounds.append(output.speculation.entries_per_round)
+        ratios = [a / b for a, b in zip(plain, drafted, strict=True)]
+        print(
+            f"| {method} | {sum(kept) / len(kept):.2f} of {len(kept)} | {quartiles(plain, 2)} | {quartiles(drafted, 2)} | "
+            f"{sum(rounds) / len(rounds):.2f} | {quartiles(ratios, 2)} |"
+        )
+
+
+def time_drafts(ensemble, ids: torch.Tensor, new_tokens: int, method: str, drafter: str):
+    """Seconds a token with drafts, and the output."""
+    outputs = []
+    options = {"speculation": drafter, "return_dict_in_generate": True}
+    seconds = time_ensemble(ensemble, ids, new_tokens, method, outputs, **options)
+    return seconds, outputs[0]
+
+
+if __name__ == "__main__":
+    main()
