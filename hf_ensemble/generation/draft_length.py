@@ -4,14 +4,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-_LONGEST = 8
+_LENGTHS = (0, 1, 2, 4, 8)
+"""Few, so that each is soon measured."""
 _NUM_TIMES = 5
 _MEMORY = 64
 """Rounds after which a time is forgotten: what did not pay then is tried again, at the cost of one round in so many."""
 _FADING = 0.9
 """How much an outcome counts one round later."""
-_MORE_PER_ENTRY = 0.1
-"""By how much of a plain step each drafted entry is taken to lengthen a check, until it is measured."""
+_MEMORY_OF_ONE = 8
+"""The same for a time that stands alone: a first forward pass of some shape may take long, as kernels are chosen."""
+_MORE_PER_ENTRY = 0.03
+"""By how much of a plain step each drafted entry is taken to lengthen a check, until it is measured: little, so that it
+is tried."""
 
 
 class _Times:
@@ -25,7 +29,8 @@ class _Times:
 
     def least(self, now: int) -> float | None:
         """The least of them, since all else is the machine's other work; None if there is none of late."""
-        return min((seconds for then, seconds in self._seen if now - then <= _MEMORY), default=None)
+        memory = _MEMORY if len(self._seen) > 1 else _MEMORY_OF_ONE
+        return min((seconds for then, seconds in self._seen if now - then <= memory), default=None)
 
 
 class DraftLength:
@@ -37,7 +42,7 @@ class DraftLength:
     on again when it would pay.
 
     Args:
-        longest: Most entries in a draft.
+        lengths: The lengths to choose from, 0 among them.
         clock: Gives seconds.
         shares: For each drafter, what drafting an entry is taken to cost until it is measured, as a share of a plain
             step; 0 for others.
@@ -45,11 +50,12 @@ class DraftLength:
 
     def __init__(
         self,
-        longest: int = _LONGEST,
+        lengths: Sequence[int] = _LENGTHS,
         clock: Callable[[], float] = time.perf_counter,
         shares: Mapping[str, float] | None = None,
     ):
-        self.longest = longest
+        self.longest = max(lengths)
+        self._lengths = sorted(lengths)
         self.clock = clock
         self._shares = dict(shares or {})
         self._round = 0
@@ -70,22 +76,20 @@ class DraftLength:
         """
         if self._least_check(0) is None:
             return drafters[0], 0
-        best = max(
-            ((self._rate(name, length, share), -length, -place) for place, name in enumerate(drafters)
-             for length in range(self.longest + 1)),
-        )  # fmt: skip
-        return drafters[-best[2]], -best[1]
+        rated = [
+            (self._rate(name, length, share), -length, -place)
+            for place, name in enumerate(drafters)
+            for length in self._lengths
+        ]
+        _, length, place = max(rated)
+        return drafters[-place], -length
 
     def checked(self, length: int, seconds: float) -> None:
         """Take note of a round: how long a check took whose longest draft had so many entries."""
         self._round += 1
         for counts in (self._kept, self._failed):
             counts.update((drafter, _FADING * count) for drafter, count in counts.items())
-        if length in self._checks or length == 0:
-            self._checks.setdefault(length, _Times()).add(self._round, seconds)
-        else:
-            # A first forward pass of some shape may take long, since kernels are chosen and memory is found.
-            self._checks[length] = _Times()
+        self._checks.setdefault(length, _Times()).add(self._round, seconds)
 
     def drafted(self, drafter: str, length: int, seconds: float) -> None:
         """Take note of how long it took to draft so many entries (a row)."""
@@ -109,9 +113,14 @@ class DraftLength:
         return (1 - share + share * expected) / max(seconds, 1e-12)
 
     def _check_seconds(self, length: int) -> float:
+        """As measured, else between the next shorter and the next longer that are, which is rather too little."""
         times = {known: seconds for known in self._checks if (seconds := self._least_check(known)) is not None}
-        nearest = min(times, key=lambda known: (abs(known - length), known))
-        return times[nearest] * (1 + _MORE_PER_ENTRY * length) / (1 + _MORE_PER_ENTRY * nearest)
+        below = max(known for known in times if known <= length)
+        above = min((known for known in times if known >= length), default=None)
+        if above is None:
+            return times[below] + times[0] * _MORE_PER_ENTRY * (length - below)
+        part = (length - below) / max(above - below, 1)
+        return times[below] + part * (times[above] - times[below])
 
     def _drafting_seconds(self, drafter: str) -> float:
         times = self._drafting.get(drafter)

@@ -11,7 +11,7 @@ from ..vocabulary.token_bytes import NO_TOKEN
 NGRAM = "ngram"
 """Name of the drafter that looks up the row's own text."""
 
-_ORDERS = (3, 2)
+_ORDERS = (5, 3, 2)
 _MOST_IDS = 32
 """Of how many ids a drafted entry is taken to be at most, so that no work grows with the text."""
 
@@ -40,18 +40,25 @@ class RowText:
             self._ids += ids
             self._columns += [column, *([None] * (len(ids) - 1))]
 
-    def continuation(self, length: int) -> list[int]:
-        """What followed the last ids where they stood before, at most `length` entries; empty if they are new."""
+    def continuation(self, length: int) -> tuple[list[int], int]:
+        """Look up what followed the last ids where they stood before.
+
+        Args:
+            length: Most entries.
+
+        Returns:
+            The entries, none if the ids are new; and how many of the last ids were found.
+        """
         ids, count = self._ids, len(self._ids)
         for end in range(self._num_indexed + 1, count):  # all n-grams but those at the very end
             for order in _ORDERS:
                 if end >= order:
                     self._after[tuple(ids[end - order : end])] = end
         self._num_indexed = max(self._num_indexed, count - 1)
-        found = (self._after.get(tuple(ids[-order:])) for order in _ORDERS if count >= order)
-        start = next((place for place in found if place is not None), None)
+        found = ((self._after.get(tuple(ids[-order:])), order) for order in _ORDERS if count >= order)
+        start, found_order = next(((place, order) for place, order in found if place is not None), (None, 0))
         if start is None:
-            return []
+            return [], 0
         # Where it reaches the end of the text it goes on into what it has drafted itself.
         stop = start + _MOST_IDS * length
         columns, more = self._columns[start:stop], ids[start:stop]
@@ -71,7 +78,7 @@ class RowText:
             columns += columns[place : place + width]
             more += more[place : place + width]
             place += width
-        return draft
+        return draft, found_order
 
 
 class MemberDrafter:

@@ -351,25 +351,25 @@ class SpeculativeDecoder:
 
     # Drafting
 
-    def _draft(self) -> tuple[list[list[int]], str | None, list[list[int]]]:
+    def _draft(self) -> tuple[list[list[int]], str | None, list[tuple[list[int], int]]]:
         """Draft for every row that takes part.
 
         Returns:
-            The drafts; who drafted; and what was found in the text, whether it is used or not.
+            The drafts; who drafted; and what was found in the text, whether it is used or not, with the number of ids
+            by which it was found.
         """
         nothing: list[list[int]] = [[] for _ in self._live]
-        guesses = nothing
+        guesses: list[tuple[list[int], int]] = [([], 0)] * len(self._live)
         if self._texts is not None:
             guesses = [self._texts[row].continuation(self._length.longest) for row in self._live]
         if self._is_first_round:
             return nothing, None, guesses
         room = [max(0, self._max_new - len(self._rows[row].ids) - 1) for row in self._live]
-        share = sum(map(bool, guesses)) / len(guesses)
-        if share:
-            _, length = self._length.choose([NGRAM], share)
-            drafts = [guess[: min(length, most)] for guess, most in zip(guesses, room, strict=True)]
-            if any(drafts):
-                return drafts, NGRAM, guesses
+        counts = Counter(found_by for guess, found_by in guesses if guess)
+        lengths = {n: self._length.choose([_look_up(n)], count / len(guesses))[1] for n, count in counts.items()}
+        drafts = [guess[: min(lengths.get(n, 0), most)] for (guess, n), most in zip(guesses, room, strict=True)]
+        if any(drafts):
+            return drafts, NGRAM, guesses
         if self._drafters and any(room):
             name, length = self._length.choose(list(self._drafters))
             if length:
@@ -702,20 +702,20 @@ class SpeculativeDecoder:
         plan: Tensor,
         drafter: str | None,
         drafts: Sequence[Sequence[int]],
-        guesses: Sequence[Sequence[int]],
+        guesses: Sequence[tuple[list[int], int]],
     ) -> None:
         """Say how good the drafts were, and how good those would have been that nobody asked for."""
         judged: dict[str, list[int]] = {}
-        for draft, guess, positions in zip(drafts, guesses, used, strict=True):
+        for draft, (guess, found_by), positions in zip(drafts, guesses, used, strict=True):
             if not positions:
                 continue
             if draft and drafter is not None:
                 num_kept = len(positions) - 1
-                counts = judged.setdefault(drafter, [0, 0])
+                counts = judged.setdefault(_look_up(found_by) if drafter == NGRAM else drafter, [0, 0])
                 counts[0] += num_kept
                 counts[1] += num_kept < len(draft)
             if guess and not (draft and drafter == NGRAM):
-                judged.setdefault(NGRAM, [0, 0])[choices.columns[positions[0]] != guess[0]] += 1
+                judged.setdefault(_look_up(found_by), [0, 0])[choices.columns[positions[0]] != guess[0]] += 1
         for name, (index, _) in self._drafters.items():
             if name != drafter:
                 token_bytes = self.members[index].encoder.token_bytes
@@ -742,3 +742,8 @@ class SpeculativeDecoder:
         warn_of_losses(
             self.members, {index: state.contexts for index, state in self.states.items()}, self._warned_lossy
         )
+
+
+def _look_up(num_ids: int) -> str:
+    """What the policy calls look-up by so many ids: the more there are, the more of it is kept."""
+    return f"{NGRAM}, {num_ids} ids"
