@@ -494,21 +494,26 @@ def decode(length, seconds, keeps, num_rounds, drafting=0.0):
     return chosen
 
 
+def usual(lengths):
+    """The length that was chosen most often of late."""
+    return Counter(lengths[-20:]).most_common(1)[0][0]
+
+
 def test_drafts_are_as_long_as_pays():
-    assert decode(DraftLength(), lambda n: 1.0, 1.0, 60)[-1] == 8
+    assert usual(decode(DraftLength(), lambda n: 1.0, 1.0, 60)) == 8
+    assert usual(decode(DraftLength(), lambda n: 1.0 if n <= 4 else 16.0, 1.0, 60)) == 4
     never = decode(DraftLength(), lambda n: 1.0 + n, 0.0, 300)
     assert sum(map(bool, never)) < 15
     # Drafting costs as much as deciding: off but for a trial now and then, even with right drafts.
     dear = decode(DraftLength(), lambda n: 1.0 + 0.1 * n, 1.0, 300, drafting=1.0)
     assert sum(map(bool, dear[20:])) <= 2 * 300 / 64
-    assert decode(DraftLength(), lambda n: 1.0 if n <= 4 else 16.0, 1.0, 60)[-1] == 4
 
 
 def test_what_pays_changes_with_the_machine_and_the_text():
     length = DraftLength()
-    assert decode(length, lambda n: 1.0, 1.0, 60)[-1] == 8
-    assert decode(length, lambda n: 1.0 + n, 0.0, 60)[-1] == 0
-    assert decode(length, lambda n: 1.0, 1.0, 200)[-1] == 8
+    assert usual(decode(length, lambda n: 1.0, 1.0, 60)) == 8
+    assert usual(decode(length, lambda n: 1.0 + n, 0.0, 60)) == 0
+    assert usual(decode(length, lambda n: 1.0, 1.0, 200)) == 8
 
 
 def test_the_better_of_two_drafters_is_asked():
