@@ -113,14 +113,15 @@ class DraftLength:
         return (1 - share + share * expected) / max(seconds, 1e-12)
 
     def _check_seconds(self, length: int) -> float:
-        """As measured, else between the next shorter and the next longer that are, which is rather too little."""
+        """As measured, else by the next shorter and the next longer that are; rather too little, so that it is tried."""
         times = {known: seconds for known in self._checks if (seconds := self._least_check(known)) is not None}
         below = max(known for known in times if known <= length)
-        above = min((known for known in times if known >= length), default=None)
-        if above is None:
-            return times[below] + times[0] * _MORE_PER_ENTRY * (length - below)
-        part = (length - below) / max(above - below, 1)
-        return times[below] + part * (times[above] - times[below])
+        above = min((known for known in times if known >= length), default=below)
+        at_least = times[below] + times[0] * _MORE_PER_ENTRY * (length - below)
+        if above == below:
+            return at_least
+        between = times[below] + (times[above] - times[below]) * (length - below) / (above - below)
+        return (at_least + between) / 2
 
     def _drafting_seconds(self, drafter: str) -> float:
         times = self._drafting.get(drafter)

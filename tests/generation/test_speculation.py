@@ -501,7 +501,7 @@ def usual(lengths):
 
 def test_drafts_are_as_long_as_pays():
     assert usual(decode(DraftLength(), lambda n: 1.0, 1.0, 60)) == 8
-    assert usual(decode(DraftLength(), lambda n: 1.0 if n <= 4 else 16.0, 1.0, 60)) == 4
+    assert usual(decode(DraftLength(), lambda n: 1.0 if n <= 4 else 4.0, 1.0, 60)) == 4
     never = decode(DraftLength(), lambda n: 1.0 + n, 0.0, 300)
     assert sum(map(bool, never)) < 15
     # Drafting costs as much as deciding: off but for a trial now and then, even with right drafts.
