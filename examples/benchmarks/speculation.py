@@ -2,7 +2,7 @@
 
 Prints seconds a new token (on a CPU: of CPU time), entries drafted and kept in a round, and the ratio to plain decoding;
 by turns for every prompt, so that all meet the same machine. With `--save-acceptance` what was drafted and kept in every
-round goes to a file, for a replay elsewhere.
+round goes to a file, for a replay elsewhere; `--draft-length` then fixes the length, whether it pays here or not.
 
     python examples/benchmarks/speculation.py [--members A B] [--methods unite gac] [--prompts TEXT ...] [--device cuda]
 """
@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 import hf_ensemble
 from hf_ensemble import EnsembleForCausalLM
+from hf_ensemble.generation.draft_length import DraftLength
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -54,8 +55,11 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--draft-length", type=int, help="length of every draft; default: what pays")
     parser.add_argument("--save-acceptance", type=Path, help="file for what was kept in every round")
     args = parser.parse_args()
+    if args.draft_length is not None:
+        DraftLength.choose = lambda self, drafters, share=1.0: (drafters[0], args.draft_length)
     members = args.members
     if members is None:
         from demo_models import demo_model_paths

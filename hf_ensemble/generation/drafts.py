@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..member import Member, MemberState, PlainContext
+from ..cached_rows import PlainContext
+from ..member import Member, MemberState
 from ..vocabulary.context import MemberContext
 from ..vocabulary.token_bytes import NO_TOKEN
 
