@@ -24,14 +24,14 @@ from hf_ensemble.generation.drafts import NGRAM
 from hf_ensemble.generation.speculation import SpeculativeDecoder
 
 
-def outcomes(path: Path, method: str) -> list[bool]:
-    """For entries that a member drafted for real members, one after the other, whether they were kept."""
+def outcomes(path: Path, method: str, drafter: str | None) -> list[bool]:
+    """For entries that a member (any, if None) drafted for real members, one after the other, whether they were kept."""
     kept: list[bool] = []
     for record in json.loads(path.read_text("utf-8")):
         if record["method"] != method:
             continue
-        for drafter, num_drafted, num_kept in record["rounds"]:
-            if num_drafted and drafter != NGRAM and record["speculation"] == drafter:
+        for name, num_drafted, num_kept in record["rounds"]:
+            if num_drafted and name != NGRAM and record["speculation"] == name and drafter in (None, name):
                 kept += [True] * num_kept + [False] * (num_kept < num_drafted)
     return kept
 
@@ -61,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("acceptance", type=Path)
     parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--drafter", help="take the recorded drafts of this member only")
     parser.add_argument("--methods", nargs="+", default=["unite", "gac"])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
@@ -82,7 +83,7 @@ def main() -> None:
         "to drafts |\n|---|---|---|---|---|---|"
     )
     for method in args.methods:
-        kept = outcomes(args.acceptance, method)
+        kept = outcomes(args.acceptance, method, args.drafter)
         ReplayedDecoder.outcomes = itertools.cycle(kept)
         plain, drafted, rounds = [], [], []
         for turn in range(args.turns + 1):
