@@ -1,8 +1,10 @@
 """Arithmetic as CUDA graphs, since launching its many small kernels takes longer than running them."""
 
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,24 @@ from torch import Tensor
 
 _NUM_EAGER_STEPS = 2
 """Steps of the same shapes before a graph is captured: short calls need none, and they serve as its warm-up."""
+
+
+_capturing = threading.Lock()
+
+
+@contextmanager
+def capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Capture what is launched, while other threads go on launching on their own.
+
+    One thread captures at a time, since each waits for the whole device first, which would spoil another's capture.
+
+    Args:
+        graph: Takes what is launched.
+        pool: Scratch memory, for graphs of which one at a time runs.
+        stream: The stream to capture on; default: one of its own.
+    """
+    with _capturing, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        yield
 
 
 @dataclass
@@ -63,8 +83,7 @@ class Captured:
         # One at a time runs, so all may use the same scratch memory.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
-            # Thread-local, so that other threads may go on launching on their own.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with capture(graph, self._pool):
                 results = self._function(*buffers)
         except RuntimeError as error:
             warnings.warn(

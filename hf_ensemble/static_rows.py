@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import Cache
 
 from .cached_rows import ContextIds
+from .cuda_graphs import capture
 from .errors import MemberError
 
 if TYPE_CHECKING:
@@ -225,8 +226,7 @@ class StaticBuffers:
         # One step at a time runs, so all may use the same scratch memory.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
-            # Thread-local, so that other threads may go on launching on their own.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with capture(graph, self._pool, self._stream):
                 logits = self._step(packed, num_logits)
         except (RuntimeError, MemberError) as error:
             self._can_capture = False
@@ -351,8 +351,8 @@ class StaticRows:
         assert self._buffers is not None
         twin = copy.copy(self)
         twin.lengths = [self.lengths[row] for row in rows]
-        twin._hold_buffers(_power_of_two(len(rows)), self._buffers.capacity)
-        twin._buffers.take(self._buffers, rows, range(len(rows)), max(twin.lengths))
+        buffers = twin._hold_buffers(_power_of_two(len(rows)), self._buffers.capacity)
+        buffers.take(self._buffers, rows, range(len(rows)), max(twin.lengths))
         return twin
 
     def adopt(self, fork: "StaticRows", rows: Sequence[int | None]) -> None:
@@ -375,8 +375,8 @@ class StaticRows:
         if old is not None and lengths and list(rows) != list(range(len(rows))):
             if len(rows) > old.num_rows:
                 give_back = self._give_back
-                self._hold_buffers(_power_of_two(len(rows)), old.capacity)
-                self._buffers.take(old, rows, range(len(rows)), max(lengths))
+                buffers = self._hold_buffers(_power_of_two(len(rows)), old.capacity)
+                buffers.take(old, rows, range(len(rows)), max(lengths))
                 give_back()
             else:
                 old.take(old, rows, range(len(rows)), max(lengths))
@@ -396,15 +396,16 @@ class StaticRows:
         if old is None:
             self._hold_buffers(_power_of_two(num_rows), _capacity(longest + self._num_expected))
         elif longest >= old.capacity:
-            self._hold_buffers(old.num_rows, _capacity(max(longest, int(_GROWTH * old.capacity))))
-            self._buffers.take(old, range(num_rows), range(num_rows), max(self.lengths))
+            buffers = self._hold_buffers(old.num_rows, _capacity(max(longest, int(_GROWTH * old.capacity))))
+            buffers.take(old, range(num_rows), range(num_rows), max(self.lengths))
             give_back()
 
-    def _hold_buffers(self, num_rows: int, capacity: int) -> None:
+    def _hold_buffers(self, num_rows: int, capacity: int) -> StaticBuffers:
         pool = self.member.buffer_pool
-        self._buffers = pool.acquire(num_rows, capacity)
-        self._give_back = weakref.finalize(self, pool.release, self._buffers)
+        self._buffers = buffers = pool.acquire(num_rows, capacity)
+        self._give_back = weakref.finalize(self, pool.release, buffers)
         self._give_back.atexit = False
+        return buffers
 
 
 def _capacity(longest: int) -> int:

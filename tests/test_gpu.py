@@ -57,7 +57,8 @@ def test_captured_steps_hold_what_must_hold(method):
         inputs = ensemble.tokenizer(prompt, return_tensors="pt").to("cuda")
         streamer = TokenStreamer()
         alone = ensemble.generate(**inputs, max_new_tokens=16, do_sample=False, streamer=streamer)[0].tolist()
-        assert found[row][-16:][: len(alone)] == alone[-16:]
+        new = alone[inputs.input_ids.shape[1] :]
+        assert found[row][-16:][: len(new)] == new  # the batch pads a row that has ended
         assert streamer.ids == alone
     with torch.no_grad():
         ensemble.members[1].get_input_embeddings().weight[5:].fill_(torch.nan)

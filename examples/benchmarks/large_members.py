@@ -19,6 +19,7 @@ import torch
 import transformers
 from decode import naive_step
 from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LogitsProcessor, Qwen2Config
 from turns import quartiles
 
@@ -231,7 +232,7 @@ def main() -> None:
             )
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(args.turns + 1):
-        for name, variant in variants.items():
+        for name, variant in tqdm(variants.items(), desc=f"turn {turn}"):
             found = variant()
             if turn:  # the first warms up
                 seconds[name].append(found)

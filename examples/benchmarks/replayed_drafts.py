@@ -56,6 +56,14 @@ class ReplayedDecoder(SpeculativeDecoder):
             draft[num_right] += 1
         return draft
 
+    def _judge(self, choices, used, plan, drafter, drafts, guesses):
+        if drafter is not None:
+            super()._judge(choices, used, plan, drafter, drafts, guesses)
+        else:
+            # What the member would have drafted in a plain step; the random weights themselves never agree.
+            is_kept = next(self.outcomes)
+            self._length.judged(next(iter(self._drafters)), is_kept, not is_kept)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
