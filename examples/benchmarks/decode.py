@@ -1,10 +1,10 @@
 """Time a fused step beside the members' own cached steps, in one process, step by step in turn.
 
-Prints, around each asked length, the members' own steps, their sum, the fused step of each method, its ratio to the
-sum (median and quartiles over the steps), and the naive way: the assistant re-encodes and recomputes the whole text at
-every step, and entries are mixed in Python dictionaries. Then the throughput of a batch of unequal prompts.
+Prints, after texts of each asked length, the members' own steps, their sum, the fused step of each method, its ratio to
+the sum (median and quartiles over the steps), and the naive way: the assistant re-encodes and recomputes the whole text
+at every step, and entries are mixed in Python dictionaries. Then the throughput of a batch of unequal prompts.
 
-    python examples/benchmarks/decode.py [--models A B] [--at 50 500] [--methods unite gac]
+    python examples/benchmarks/decode.py [--models A B] [--at 50 500 2000] [--methods unite gac]
 """
 
 import argparse
@@ -38,8 +38,8 @@ UNEQUAL_PROMPTS = [
     "In mathematics, a prime number is",
     "Die Hauptstadt von Deutschland ist",
 ]
-WINDOW = 12
-"""Steps on each side of an asked length over which medians are taken."""
+NUM_STEPS = 24
+"""Steps after each text over which medians are taken."""
 
 
 @torch.no_grad()
@@ -59,31 +59,34 @@ def naive_step(ensemble: EnsembleForCausalLM, ids: torch.Tensor, own_primary: fl
 
 
 def time_lengths(ensemble: EnsembleForCausalLM, methods: list[str], lengths: list[int], naive_repeats: int) -> None:
-    inputs = ensemble.tokenizer(PROMPT, return_tensors="pt").to(ensemble.device)
-    count = max(lengths) + WINDOW
     rows = []
     # No EOS: what is measured is a step, however the text would end.
-    settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": ensemble.tokenizer.unk_token_id}
-    for method in methods:
-        prompts = [tokenizer(PROMPT, return_tensors="pt").input_ids for tokenizer in ensemble.tokenizers]
-        loops = [OwnLoop(model, ids) for model, ids in zip(ensemble.members, prompts, strict=True)]
-        with tqdm(total=count, desc=method, unit="step") as progress:
-            turns = TakeTurns(loops, progress)
-            output = ensemble.generate(**inputs, **settings, method=method, stopping_criteria=[turns])
-        done = len(turns.fused)
-        for length in (at for at in lengths if at + WINDOW <= done):
-            steps = range(length - WINDOW, length + WINDOW)
-            own = [turns.own[n] for n in steps]
-            fused = [turns.fused[n] for n in steps]
+    settings = {"max_new_tokens": NUM_STEPS + 2, "do_sample": False, "eos_token_id": ensemble.tokenizer.unk_token_id}
+    for length in lengths:
+        text = f"{PROMPT} " * (1 + length // 30)
+        prompt = ensemble.tokenizer(text, return_tensors="pt").input_ids[:, :length].to(ensemble.device)
+        prompts = [prompt, *(t(ensemble.tokenizer.decode(prompt[0]), return_tensors="pt").input_ids
+                             for t in ensemble.tokenizers[1:])]  # fmt: skip
+        for method in methods:
+            loops = [OwnLoop(model, ids) for model, ids in zip(ensemble.members, prompts, strict=True)]
+            for loop in loops:
+                loop.step()
+            with tqdm(total=NUM_STEPS + 2, desc=f"{method}, {length}", unit="step") as progress:
+                turns = TakeTurns(loops, progress)
+                output = ensemble.generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    **settings,
+                    method=method,
+                    stopping_criteria=[turns],
+                )
+            own, fused = turns.own[2:], turns.fused[2:]  # the first reads the prompt
             ratios = [f / sum(o) for f, o in zip(fused, own, strict=True)]
-            text = output[:, : inputs.input_ids.shape[1] + length]
             primary_step = statistics.median(o[0] for o in own)
-            naive = [naive_step(ensemble, text, primary_step) for _ in range(naive_repeats)]
+            naive = [naive_step(ensemble, output, primary_step) for _ in range(naive_repeats)]
             rows.append((method, length, own, fused, ratios, statistics.median(naive)))
-        if done < count:
-            print(f"{method}: the text ended after {done} steps")
     print(
-        "\n| method | new tokens | own steps, ms | sum, ms | fused step, ms | ratio to sum, median (quartiles) | naive, ms |"
+        "\n| method | tokens before | own steps, ms | sum, ms | fused step, ms | ratio to sum, median (quartiles) | naive, ms |"
     )
     print("|---|---|---|---|---|---|---|")
     for method, length, own, fused, ratios, naive in rows:
@@ -116,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", help="members; default: the two demo models")
     parser.add_argument("--methods", nargs="+", default=["unite", "gac"])
-    parser.add_argument("--at", nargs="+", type=int, default=[50, 500], help="numbers of new tokens to measure at")
+    parser.add_argument("--at", nargs="+", type=int, default=[50, 500, 1000, 2000], help="lengths of texts")
     parser.add_argument("--repeats", type=int, default=5, help="runs of the batches, and of the naive step")
     parser.add_argument("--skip-batch", action="store_true")
     args = parser.parse_args()
