@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .member import Member
 
 _NUM_SNAPSHOTS = 8
+_ROOM = 64
+"""Positions for which a cache that grows has room when it is copied."""
 
 
 class ContextIds(Protocol):
@@ -49,6 +51,39 @@ def _join_rows(a: Tensor, b: Tensor, missing: int) -> Tensor:
     return torch.cat([a, torch.nn.functional.pad(b, (0, 0, max(0, missing), 0))])
 
 
+class _RoomyLayer(DynamicLayer):
+    """A layer's cache that has room after its end, so that it grows without being copied."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._with_room: dict[str, Tensor] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append, in place where there is room."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._appended("keys", self.keys, key_states)
+        self.values = self._appended("values", self.values, value_states)
+        return self.keys, self.values
+
+    def give_up_room(self) -> None:
+        """Never write in place again into what others may hold."""
+        self._with_room = {}
+
+    def _appended(self, name: str, held: Tensor, new: Tensor) -> Tensor:
+        start = held.shape[-2] if held.numel() else 0
+        end = start + new.shape[-2]
+        room = self._with_room.get(name)
+        # What was moved or cut at its front is no longer the beginning of the tensor with room.
+        if room is None or room.data_ptr() != held.data_ptr() or room.shape[0] != len(held) or room.shape[2] < end:
+            room = new.new_empty(*new.shape[:2], end + _ROOM, new.shape[-1])
+            if start:
+                room[..., :start, :] = held
+            self._with_room[name] = room
+        room[..., start:end, :] = new
+        return room[..., :end, :]
+
+
 class RepackedRows:
     """One cache for all rows, without a config so that it keeps every position.
 
@@ -63,6 +98,7 @@ class RepackedRows:
         self.member = member
         self.lengths = [0] * num_rows
         self.cache = DynamicCache()
+        self.cache.layer_class_to_replicate = _RoomyLayer
 
     def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
         """Bring rows to their contexts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
@@ -115,7 +151,7 @@ class RepackedRows:
 
     def _filled_layers(self) -> list[Any]:
         layers = [layer for layer in self.cache.layers if getattr(layer, "is_initialized", True)]
-        if any(type(layer) is not DynamicLayer for layer in layers):
+        if any(type(layer) is not _RoomyLayer for layer in layers):
             kinds = sorted({type(layer).__name__ for layer in layers})
             raise MemberError(f"member {self.member.name!r} keeps a cache that cannot be repacked: {kinds}.")
         return layers
@@ -126,9 +162,13 @@ class RepackedRows:
     def fork(self, rows: Sequence[int]) -> "RepackedRows":
         """Rows of their own that continue from these."""
         twin = copy.copy(self)
-        # Tensors are never changed in place, so both may hold the same ones.
+        # Both may hold the same tensors, as long as neither writes into them.
+        for layer in self._filled_layers():
+            layer.give_up_room()
         twin.cache = copy.copy(self.cache)
         twin.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        for layer in twin._filled_layers():
+            layer.give_up_room()
         twin.select(rows)
         return twin
 
