@@ -125,6 +125,9 @@ class StaticBuffers:
         masks: How its layers see the cache.
         num_rows: Most rows.
         capacity: Number of slots a row; the last is for what is no text.
+
+    Attributes:
+        holds_logits: Whether the logits of the last step are in a buffer, which the next one writes into.
     """
 
     def __init__(self, member: "Member", masks: Masks, num_rows: int, capacity: int):
@@ -140,6 +143,7 @@ class StaticBuffers:
         self._steps: dict[tuple[int, int, int], _Step] = {}
         self._pool: Any = None
         self._is_running = False
+        self.holds_logits = False
 
     def run(self, packed: Tensor, num_logits: int, last_ids: Tensor | None = None) -> Tensor:
         """Start a step.
@@ -159,6 +163,7 @@ class StaticBuffers:
             step = self._steps.get(key)
             if step is None and self._can_capture and key[1] in _WIDTHS and key in self._warm:
                 step = self._capture(key)
+            self.holds_logits = step is not None
             if step is None:
                 self._warm.add(key)
                 there = packed.to(self.device)
@@ -341,7 +346,7 @@ class StaticRows:
         """Make the logits of the step that was started last one's own."""
         assert self._buffers is not None
         self._buffers.wait()
-        return logits.clone()
+        return logits.clone() if self._buffers.holds_logits else logits
 
     def hold(self) -> None:
         """Nothing to do: every position stays."""

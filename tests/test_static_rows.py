@@ -61,6 +61,21 @@ def test_the_primary_runs_once_an_id_although_it_runs_ahead(method, static):
     assert method == "gac" or output.num_forwards[0] == 10
 
 
+def test_a_text_is_scored_in_as_few_forwards_as_with_a_cache_that_grows():
+    pair_of_texts = ["The capital of France is"], [" Paris, and the capital of Germany is Berlin."]
+    found = []
+    for mode in ("repack", "static"):
+        ensemble = pair()
+        for member in ensemble._members:
+            member.cache_mode = mode
+        counts = [0]
+        hook = ensemble.members[1].register_forward_hook(lambda *_, counts=counts: counts.append(1))
+        score = ensemble.score(*pair_of_texts, method="unite").log_probs
+        hook.remove()
+        found.append((len(counts), round(score.item(), 3)))
+    assert found[0] == found[1]
+
+
 def test_rows_that_outgrow_their_capacity_go_on(static):
     ensemble = pair()
     member = ensemble._members[0]
