@@ -70,7 +70,7 @@ class _RoomyLayer(DynamicLayer):
         """Never write in place again into what others may hold."""
         self._with_room = {}
 
-    def _appended(self, name: str, held: Tensor, new: Tensor) -> Tensor:
+    def _appended(self, name: str, held: Any, new: Tensor) -> Tensor:
         start = held.shape[-2] if held.numel() else 0
         end = start + new.shape[-2]
         room = self._with_room.get(name)
