@@ -45,6 +45,26 @@ class WaitingContext(PlainContext):
     """What is cached of a row that is not wanted just now."""
 
 
+def num_new_ids(contexts: Sequence[ContextIds], lengths: Sequence[int], num_last: Sequence[int]) -> int:
+    """How many ids every row takes in a forward pass: what the most of them need, cached ones for their logits included.
+
+    Args:
+        contexts: What each row is brought to.
+        lengths: How many ids of each row are cached.
+        num_last: Of how many last ids of each row logits are wanted.
+    """
+    return max(
+        max(wanted, 1, len(context.ids) - min(context.num_kept, length))
+        for context, length, wanted in zip(contexts, lengths, num_last, strict=True)
+    )
+
+
+def last_ids(context: ContextIds, count: int) -> list[int]:
+    """So many last ids of a row, after zeros where it has fewer."""
+    tail = context.ids[-count:]
+    return [0] * (count - len(tail)) + tail
+
+
 def _join_rows(a: Tensor, b: Tensor, missing: int) -> Tensor:
     """Put the rows of two caches together; `b` is `missing` positions shorter than `a` (or `-missing` longer)."""
     a = torch.nn.functional.pad(a, (0, 0, max(0, -missing), 0))
@@ -102,17 +122,12 @@ class RepackedRows:
 
     def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
         """Bring rows to their contexts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
-        num_new = max(
-            max(wanted, 1, len(context.ids) - min(context.num_kept, length))
-            for context, length, wanted in zip(contexts, self.lengths, num_last, strict=True)
-        )
+        num_new = num_new_ids(contexts, self.lengths, num_last)
         kept = [max(0, len(context.ids) - num_new) for context in contexts]
         self._keep(kept)
         width = max(kept)
         device = self.member.device
-        ids = torch.tensor(
-            [[0] * (num_new - len(tail)) + tail for tail in (context.ids[-num_new:] for context in contexts)]
-        )
+        ids = torch.tensor([last_ids(context, num_new) for context in contexts])
         starts = torch.tensor([len(context.ids) - num_new for context in contexts])
         positions = (starts[:, None] + torch.arange(num_new)).clamp_min(0)
         mask = None

@@ -146,8 +146,9 @@ class Member:
     def cache_mode(self) -> str:
         """How the member's cache can follow a text that changes at its end; found once by trying it on a few ids.
 
-        `static`: a cache of fixed size, with steps captured as CUDA graphs (on a GPU). `repack`: one cache for all rows, each row moved to the right edge. `row_chunks`, `row_tokens`: one cache a row
-        with snapshots, fed in chunks or token by token (recurrent and hybrid models). `recompute`: no cache.
+        `static`: a cache of fixed size, with steps captured as CUDA graphs (on a GPU). `repack`: one cache for all rows,
+        each row moved to the right edge. `row_chunks`, `row_tokens`: one cache a row with snapshots, fed in chunks or
+        token by token (recurrent and hybrid models). `recompute`: no cache.
         """
         with torch.no_grad():
             expected = self._probe_logits("recompute")
@@ -158,24 +159,23 @@ class Member:
                 )
             # Rounding moves the logits of half precision by some hundredths of their spread; a wrong cache by its whole.
             tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.1
-            for mode in ("static", "repack", "row_chunks", "row_tokens"):
-                if mode == "static" and self.device.type != "cuda":
-                    continue
+            modes = ["static", "repack", "row_chunks", "row_tokens"]
+            for mode in modes if self.device.type == "cuda" else modes[1:]:
                 try:
                     if mode == "static":
                         self._check_capturable()
                     found = self._probe_logits(mode)
                 except Exception as error:
                     logger.info("member %r cannot use cache mode %s: %s", self.name, mode, error)
-                    if mode == "static":
-                        self.warn_uncaptured(str(error))
-                    continue
-                distance = (found - expected).std(-1) / expected.std(-1).clamp_min(1e-12)  # (num_steps, num_rows)
-                logger.info("member %r in cache mode %s: distance %.2g", self.name, mode, distance.max())
-                if bool((distance <= tolerance).all()):
-                    return mode
+                    reason = str(error)
+                else:
+                    distance = (found - expected).std(-1) / expected.std(-1).clamp_min(1e-12)  # (num_steps, num_rows)
+                    logger.info("member %r in cache mode %s: distance %.2g", self.name, mode, distance.max())
+                    if bool((distance <= tolerance).all()):
+                        return mode
+                    reason = "with a cache of fixed size it gives other logits"
                 if mode == "static":
-                    self.warn_uncaptured("with a cache of fixed size it gives other logits")
+                    self.warn_uncaptured(reason)
         warnings.warn(
             f"no cache of member {self.name!r} ({type(self.model).__name__}) gives the logits that it gives without "
             "one, so its whole context is computed again at every step.",

@@ -1047,7 +1047,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache=config.use_cache is not False,
             own_prompts=call.own_prompts,
         )
-        pad = None if config._pad_token_tensor is None else int(config._pad_token_tensor)
+        pad = _pad_of(config)
         ids = write_decided(decoder, input_ids, stopping_criteria, pad, streamer)
         if not config.return_dict_in_generate:
             return ids
@@ -1069,16 +1069,14 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Any:
         assert call.speculation is not None
         eos_ids = _ids_of(config._eos_token_tensor)
-        pad = None if config._pad_token_tensor is None else int(config._pad_token_tensor)
+        pad = _pad_of(config)
         method: TokenMethod
         if call.is_by_primary:
             ends = eos_ids_of(self._members, eos_ids)
-            method = PrimaryAlone(
-                self.union_vocabulary, ends, self._members[0].model.get_output_embeddings().weight.device
-            )
+            method = PrimaryAlone(self.union_vocabulary, ends, self._mixing_device)
         else:
             method = self._method(call.method, eos_ids)
-        num_parameters = [sum(p.numel() for p in member.model.parameters()) for member in self._members]
+        num_parameters = [member.model.num_parameters() for member in self._members]
         drafters = call.speculation.drafters(sorted(call.weights.participants), num_parameters)
         running = sum(num_parameters[index] for index in call.weights.participants)
         call.speculator = SpeculativeDecoder(
@@ -1119,8 +1117,15 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             return criteria
         return FollowingCriteriaList(criteria, call.fusion)
 
+    @property
+    def _mixing_device(self) -> torch.device:
+        """Where the primary's logits are."""
+        weight: Any = self.get_output_embeddings().weight
+        device: torch.device = weight.device
+        return device
+
     def _method(self, config: MethodConfig, eos_ids: list[int]) -> TokenMethod:
-        device = self._members[0].model.get_output_embeddings().weight.device
+        device = self._mixing_device
         key = (config, tuple(eos_ids), device)
         for other_key, other in list(self._methods.items()):
             if other_key != key:
@@ -1198,6 +1203,10 @@ def _refuse_without_decisions(settings: GenerationConfig) -> None:
             f"`output_decisions` cannot be used with `num_beams={settings.num_beams}`: beams are chosen by the "
             "probabilities of whole texts, so nobody decides a token. Pass `num_beams=1`."
         )
+
+
+def _pad_of(config: Any) -> int | None:
+    return None if config._pad_token_tensor is None else int(config._pad_token_tensor)
 
 
 def _ids_of(tensor: Tensor | None) -> list[int]:

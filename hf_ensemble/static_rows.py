@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .cached_rows import ContextIds
+from .cached_rows import ContextIds, last_ids, num_new_ids
 from .cuda_graphs import capture
 from .errors import MemberError
 
@@ -88,9 +88,13 @@ class _SlotCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         if layer_idx == len(self.keys):
-            for held, new in ((self.keys, key_states), (self.values, value_states)):
-                held.append(new.new_zeros(self.num_rows, new.shape[1], self.capacity, new.shape[-1]))
+            self.keys.append(self.slots_for(key_states))
+            self.values.append(self.slots_for(value_states))
         return self._put(self.keys[layer_idx], key_states), self._put(self.values[layer_idx], value_states)
+
+    def slots_for(self, states: Tensor) -> Tensor:
+        """Empty slots for a layer with states like these."""
+        return states.new_zeros(self.num_rows, states.shape[1], self.capacity, states.shape[-1])
 
     def _put(self, held: Tensor, new: Tensor) -> Tensor:
         assert self.slots is not None
@@ -196,7 +200,7 @@ class StaticBuffers:
             for mine, theirs in ((self.cache.keys, other.cache.keys), (self.cache.values, other.cache.values)):
                 for layer, held in enumerate(theirs):
                     if layer == len(mine):
-                        mine.append(held.new_zeros(self.num_rows, held.shape[1], self.capacity, held.shape[-1]))
+                        mine.append(self.cache.slots_for(held))
                     mine[layer][:, :, :length].index_copy_(0, here, held[:, :, :length].index_select(0, there))
 
     def clear(self) -> None:
@@ -297,17 +301,14 @@ class StaticRows:
 
     def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
         """As `RepackedRows.forward`; the logits are there only after `collect`."""
-        num_new = max(
-            max(wanted, 1, len(context.ids) - min(context.num_kept, length))
-            for context, length, wanted in zip(contexts, self.lengths, num_last, strict=True)
-        )
+        num_new = num_new_ids(contexts, self.lengths, num_last)
         lengths = [len(context.ids) for context in contexts]
         self._reserve(len(contexts), max(lengths))
         assert self._buffers is not None
         num_logits = max(num_last)
         width = next((width for width in _WIDTHS if width >= num_new), num_new)
         num_rows = _power_of_two(len(contexts)) if width in _WIDTHS else len(contexts)
-        rows = [self._tail(context.ids, width) for context in contexts]
+        rows = [last_ids(context, width) for context in contexts]
         rows += [[0] * width] * (num_rows - len(rows))
         starts = [length - width for length in lengths] + [-width] * (num_rows - len(lengths))
         packed = torch.tensor([[*row, start] for row, start in zip(rows, starts, strict=True)])
@@ -386,10 +387,6 @@ class StaticRows:
             else:
                 old.take(old, rows, range(len(rows)), max(lengths))
         self.lengths = lengths
-
-    def _tail(self, ids: Sequence[int], width: int) -> list[int]:
-        tail = list(ids[-width:])
-        return [0] * (width - len(tail)) + tail
 
     def _run(self, packed: Tensor, num_logits: int, last_ids: Tensor | None = None) -> Tensor:
         assert self._buffers is not None

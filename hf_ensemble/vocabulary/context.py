@@ -21,8 +21,8 @@ class MemberContext:
 
     `append`: the context grows by the encoding of what each step wrote. `retokenize`: everything after the prompt's
     last control token is encoded as a whole again; only the tail after the last hard boundary is looked at, and only the
-    end of one that is long, which gives the same ids. While the text ends inside a character, byte tokens for the begun character stand at the end; a member
-    that has none sits out until the character is complete.
+    end of one that is long, which gives the same ids. While the text ends inside a character, byte tokens for the begun
+    character stand at the end; a member that has none sits out until the character is complete.
 
     Args:
         encoder: The member's encoder.
