@@ -129,13 +129,15 @@ class StaticBuffers:
         masks: How its layers see the cache.
         num_rows: Most rows.
         capacity: Number of slots a row; the last is for what is no text.
+        made_for: The fingerprint of the model whose weights the graphs read.
 
     Attributes:
         holds_logits: Whether the logits of the last step are in a buffer, which the next one writes into.
     """
 
-    def __init__(self, member: "Member", masks: Masks, num_rows: int, capacity: int):
+    def __init__(self, member: "Member", masks: Masks, num_rows: int, capacity: int, made_for: Any):
         self.member = member
+        self.made_for = made_for
         self.num_rows, self.capacity = num_rows, capacity
         self.device = member.device
         self.cache = _SlotCache(num_rows, capacity)
@@ -256,24 +258,21 @@ class BufferPool:
         self._member = weakref.proxy(member)
         self.masks = masks_of(member)
         self._free: list[StaticBuffers] = []
-        self._made_for: Any = None
         self._lock = threading.Lock()
 
     def acquire(self, num_rows: int, capacity: int) -> StaticBuffers:
         """Give buffers to one user, who hands them back by `release`."""
         made_for = _fingerprint(self._member.model)
         with self._lock:
-            if made_for != self._made_for:
-                # Graphs read weights where they were.
-                self._free.clear()
-                self._made_for = made_for
             for buffers in self._free:
-                if buffers.num_rows == num_rows and capacity <= buffers.capacity <= _GROWTH * capacity:
+                # Graphs read weights where they were, also if buffers come back only after those were replaced.
+                fits = buffers.num_rows == num_rows and capacity <= buffers.capacity <= _GROWTH * capacity
+                if fits and buffers.made_for == made_for:
                     self._free.remove(buffers)
                     buffers.clear()
                     return buffers
             self._free.clear()
-        return StaticBuffers(self._member, self.masks, num_rows, capacity)
+        return StaticBuffers(self._member, self.masks, num_rows, capacity, made_for)
 
     def release(self, buffers: StaticBuffers) -> None:
         """Take buffers back."""

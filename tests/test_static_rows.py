@@ -135,6 +135,8 @@ def test_graphs_of_replaced_weights_are_not_used_again():
         change()
         other = pool.acquire(1, 64)
         assert other is not buffers
+        pool.release(buffers)  # that of a call which began before the change
+        assert pool.acquire(1, 64) is not buffers
         pool.release(other)
         buffers = other
 
