@@ -15,21 +15,35 @@ _NUM_EAGER_STEPS = 2
 """Steps of the same shapes before a graph is captured: short calls need none, and they serve as its warm-up."""
 
 
+_MOST_GRAPHS = 16
+"""Sets of shapes for which graphs are kept."""
+
 _capturing = threading.Lock()
+_in_use: dict[tuple[int, int], threading.RLock] = {}
+
+
+def lock_of(stream: torch.cuda.Stream) -> threading.RLock:
+    """The lock of whoever launches on a stream.
+
+    Torch hands out the same few streams again and again; a launch on one on which another thread captures spoils both.
+    """
+    return _in_use.setdefault((stream.device_index, stream.cuda_stream), threading.RLock())
 
 
 @contextmanager
-def capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Capture what is launched, while other threads go on launching on their own.
+def capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Capture what is launched on the current device, while other threads go on launching on their own.
 
     One thread captures at a time, since each waits for the whole device first, which would spoil another's capture.
 
     Args:
         graph: Takes what is launched.
         pool: Scratch memory, for graphs of which one at a time runs.
-        stream: The stream to capture on; default: one of its own.
+        stream: The stream to capture on. Graphs that were captured on one stream may share scratch memory of libraries, so
+            that they must not run at the same time.
     """
-    with _capturing, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    graphing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    with lock_of(stream), _capturing, graphing:
         yield
 
 
@@ -59,12 +73,18 @@ class Captured:
         self._num_eager: Counter[tuple[torch.Size | None, ...]] = Counter()
         self._graphs: dict[tuple[torch.Size | None, ...], _Graph] = {}
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
         """As `function`. The results are the caller's own."""
-        is_cuda = any(argument is not None and argument.is_cuda for argument in arguments)
-        if not (is_cuda and self._can_capture) or torch.cuda.is_current_stream_capturing():
+        device = next((argument.device for argument in arguments if argument is not None), torch.device("cpu"))
+        if device.type != "cuda" or not self._can_capture or torch.cuda.is_current_stream_capturing():
             return self._function(*arguments)
+        # Buffers live longer than a call, so they must not be tied to its inference mode.
+        with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+            return self._run(*arguments)
+
+    def _run(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
         shapes = tuple(None if argument is None else argument.shape for argument in arguments)
         if shapes not in self._graphs:
             self._num_eager[shapes] += 1
@@ -82,8 +102,11 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         # One at a time runs, so all may use the same scratch memory.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._stream = self._stream or torch.cuda.Stream()
+        if len(self._graphs) == _MOST_GRAPHS:
+            self._graphs.clear()
         try:
-            with capture(graph, self._pool):
+            with capture(graph, self._pool, self._stream):
                 results = self._function(*buffers)
         except RuntimeError as error:
             warnings.warn(

@@ -124,7 +124,7 @@ class Member:
             num_logits: Number of last positions whose logits are wanted.
 
         Returns:
-            Logits of shape `(batch_size, num_logits, vocab_size)`, on the model's device.
+            Logits of shape `(batch_size, num_logits, vocab_size)`, on the member's device.
 
         Raises:
             MemberError: If the model raises.
@@ -140,7 +140,7 @@ class Member:
             logits: Tensor = self.model(**kwargs).logits
         except Exception as error:
             raise MemberError(f"member {self.name!r} failed in its forward pass: {error}") from error
-        return logits[:, -num_logits:]
+        return logits[:, -num_logits:].to(self.device)
 
     @cached_property
     def cache_mode(self) -> str:

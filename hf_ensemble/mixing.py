@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_BLOCK = 256
+_BLOCK = 128
 
 
 class Duplicates(NamedTuple):
@@ -56,21 +56,31 @@ def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     # Blocks first: the k best lie in the k blocks with the best maxima (of equal ones the first), and searching those few
     # is much faster.
-    blocks = _in_blocks(logits, -torch.inf)
-    numbers = torch.arange(blocks.shape[1], device=logits.device)
-    best_blocks = _order(blocks.amax(-1), numbers).topk(min(k, blocks.shape[1]), dim=-1).indices[..., None]
-    # Blocks are filled up with `-inf`, of which there may be others, so its ids come last.
-    ids = (best_blocks * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
-    values = blocks.gather(1, best_blocks.expand(-1, -1, _BLOCK)).flatten(1)
-    at = _order(values, ids).topk(k, dim=-1).indices
-    # NaN may come after what fills up the blocks.
-    return values.gather(-1, at), ids.gather(-1, at).clamp_max_(logits.shape[-1] - 1)
+    blocks = _in_blocks(logits)
+    best_blocks = _first_best(blocks.amax(-1), min(k, blocks.shape[1])).sort(dim=-1).values
+    values = blocks.gather(1, best_blocks[..., None].expand(-1, -1, _BLOCK)).flatten(1)
+    at = _first_best(values, k)
+    ids = best_blocks.gather(-1, at // _BLOCK) * _BLOCK + at % _BLOCK
+    # NaN may come after what fills up the last block.
+    return values.gather(-1, at), ids.clamp_max_(logits.shape[-1] - 1)
 
 
-def _order(values: Tensor, ids: Tensor) -> Tensor:
-    """Whole numbers in the order of the values, and where those are equal, the lower the id the greater."""
-    bits = (values + 0.0).view(torch.int32)  # without -0.0
-    return torch.sub(2**31 - ids, bits ^ ((bits >> 31) & 0x7FFFFFFF), alpha=-(2**32))
+def _in_blocks(logits: Tensor) -> Tensor:
+    """Rows of shape `(batch_size, vocab_size)` as `(batch_size, num_blocks, _BLOCK)`, filled up with `-inf`."""
+    num_missing = -logits.shape[-1] % _BLOCK
+    filled = torch.nn.functional.pad(logits, (0, num_missing), value=-torch.inf) if num_missing else logits
+    return filled.reshape(len(logits), -1, _BLOCK)
+
+
+def _first_best(values: Tensor, k: int) -> Tensor:
+    """Places of the k greatest values of every row, in their order; of equal ones the first come first."""
+    values = values + 0.0  # without -0.0
+    if values.is_cuda:
+        # Of so few values faster than a search for the best.
+        return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    bits = values.view(torch.int32)
+    order = 2**32 * (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() - torch.arange(values.shape[-1])
+    return order.topk(k, dim=-1).indices
 
 
 def log_normalizer(logits: Tensor) -> Tensor:
@@ -82,23 +92,9 @@ def log_normalizer(logits: Tensor) -> Tensor:
     Returns:
         Of shape `(batch_size,)`; NaN or infinite where a row holds NaN or `inf`, or nothing but `-inf`.
     """
-    # Blocks first: a row as a whole is the work of one of a GPU's many processors.
-    return _short_log_normalizer(_short_log_normalizer(_in_blocks(logits, -torch.inf)))
-
-
-def _in_blocks(rows: Tensor, filler: float) -> Tensor:
-    """Rows of shape `(batch_size, width)` as `(batch_size, num_blocks, _BLOCK)`."""
-    num_blocks = -(-rows.shape[-1] // _BLOCK)
-    padded = torch.nn.functional.pad(rows, (0, num_blocks * _BLOCK - rows.shape[-1]), value=filler)
-    return padded.view(len(rows), num_blocks, _BLOCK)
-
-
-def _short_log_normalizer(logits: Tensor) -> Tensor:
-    """Logsumexp over the last dimension; `-inf` where everything is."""
-    # The best logit less its log-probability: two fused kernels, where `torch.logsumexp` is a chain of eight.
-    best, at = logits.max(-1, keepdim=True)
-    normalizer = best - logits.log_softmax(-1).gather(-1, at)
-    return torch.where(best == -torch.inf, best, normalizer)[..., 0]
+    best = logits.amax(-1, keepdim=True)
+    # `torch.logsumexp` is a chain of more kernels, and `log_softmax` leaves a row to one of a GPU's many processors.
+    return (logits - best).exp_().sum(-1).log_() + best[:, 0]
 
 
 def fold(logprobs: Tensor, first_ids: Tensor, width: int) -> Tensor:

@@ -1120,9 +1120,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def _mixing_device(self) -> torch.device:
         """Where the primary's logits are."""
-        weight: Any = self.get_output_embeddings().weight
-        device: torch.device = weight.device
-        return device
+        return self._members[0].device
 
     def _method(self, config: MethodConfig, eos_ids: list[int]) -> TokenMethod:
         device = self._mixing_device

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Cache
 
 from .cached_rows import ContextIds, last_ids, num_new_ids
-from .cuda_graphs import capture
+from .cuda_graphs import capture, lock_of
 from .errors import MemberError
 
 if TYPE_CHECKING:
@@ -180,9 +180,10 @@ class StaticBuffers:
             if last_ids is not None:
                 step.packed[: len(last_ids), 0] = last_ids
             assert self._stream is not None
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                step.graph.replay()
+            with lock_of(self._stream):
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    step.graph.replay()
             self._is_running = True
             return step.logits
 
@@ -190,7 +191,8 @@ class StaticBuffers:
         """Let what is launched from now on come after the last step."""
         if self._is_running:
             assert self._stream is not None
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            with lock_of(self._stream):
+                torch.cuda.current_stream(self.device).wait_stream(self._stream)
             self._is_running = False
 
     def take(self, other: "StaticBuffers", rows: Sequence[int], into: Sequence[int], length: int) -> None:

@@ -10,6 +10,7 @@ tables show medians over the turns with quartiles. `--plot` draws the time of a 
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -54,8 +55,8 @@ SHAPES = {
 class Replay(LogitsProcessor):
     """Overrides what was chosen with the next id of a text."""
 
-    def __init__(self, ids: torch.Tensor, prompt_length: int):
-        self.ids, self.prompt_length = ids, prompt_length
+    def __init__(self, ids: list[int]):
+        self.ids = ids
 
     def __call__(self, input_ids, scores):
         forced = torch.full_like(scores, -torch.inf)
@@ -66,11 +67,11 @@ class Replay(LogitsProcessor):
 class ReplayingEnsemble(EnsembleForCausalLM):
     """An ensemble whose every step is overridden, after fusion and selection, with the next id of a text."""
 
-    text_ids: torch.Tensor
+    text_ids: list[int]
 
     def _get_logits_processor(self, generation_config, **kwargs):
         processors = super()._get_logits_processor(generation_config, **kwargs)
-        processors.append(Replay(self.text_ids, kwargs["input_ids_seq_length"]))
+        processors.append(Replay(self.text_ids))
         return processors
 
 
@@ -83,7 +84,7 @@ def load(shapes: list[str], devices: list[str], folders: list[str]) -> Replaying
             torch.manual_seed(n)
             models.append(transformers.AutoModelForCausalLM.from_config(SHAPES[shape], dtype=torch.bfloat16).eval())
     ensemble = ReplayingEnsemble.from_members(models, tokenizers)
-    ensemble.text_ids = tokenizers[0](TEXT, return_tensors="pt").input_ids[0].to(ensemble.device)
+    ensemble.text_ids = tokenizers[0](TEXT).input_ids
     return ensemble
 
 
@@ -234,6 +235,7 @@ def main() -> None:
     for turn in range(args.turns + 1):
         for name, variant in tqdm(variants.items(), desc=f"turn {turn}"):
             found = variant()
+            tqdm.write(f"turn {turn}, {name}: {1e3 * found:.2f} ms", file=sys.stderr)
             if turn:  # the first warms up
                 seconds[name].append(found)
     middle = {name: statistics.median(values) for name, values in seconds.items()}

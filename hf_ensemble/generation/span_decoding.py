@@ -589,7 +589,7 @@ class _Masks:
 
     def __init__(self, member: Member, eos_ids: Sequence[int]):
         kinds = member.encoder.token_bytes.kinds
-        device = member.model.get_output_embeddings().weight.device
+        device = member.device
         self._eos = [i for i in eos_ids if i < len(kinds) and kinds[i] == CONTROL]
         may_be_written = kinds == TEXT
         may_be_written[self._eos] = True

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cuda_graphs import Captured
 from ..member import Member
 from ..mixing import Duplicates, log_normalizer, merge_duplicates
 from ..vocabulary.context import Resync
@@ -107,6 +108,8 @@ class TokenMethod(ABC):
         self.union = union
         self.device = device
         self.maps = [MemberMaps(union, index, ids, device) for index, ids in enumerate(eos_ids)]
+        self.captured_mixes: list[Captured] = []
+        """Graphs of `mix` that no call uses just now."""
 
     @abstractmethod
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
@@ -140,7 +143,7 @@ class TokenMethod(ABC):
 
     def forget(self) -> None:
         """Give back memory of what can be made again, when another method is used."""
-        return
+        self.captured_mixes.clear()
 
     @cached_property
     def first_ids_beyond_primary(self) -> Tensor:

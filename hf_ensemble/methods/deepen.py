@@ -90,6 +90,7 @@ class Deepen(TokenMethod):
 
     def forget(self) -> None:
         """Give the memory of the kept rows back; they are formed again when needed."""
+        super().forget()
         with _turns.take(self._devices()):
             for rows in self._rows:
                 rows.forget()
