@@ -335,28 +335,32 @@ class MemberState(Generic[C]):
             for row in wanted:
                 self.contexts[row].num_kept = len(self.contexts[row].ids)
 
-    def run_ahead(self, last_ids: Tensor) -> None:
+    def run_ahead(self, last_ids: Tensor) -> bool:
         """Start the step after one more id of every row before the host knows it, where the cache allows.
 
         The contexts must grow by these ids before they are read again.
 
         Args:
             last_ids: On the member's device, of shape `(num_rows,)`.
+
+        Returns:
+            Whether it was started.
         """
         rows = self._rows
         if not isinstance(rows, StaticRows) or any(
             not len(context.ids) == length == context.num_kept
             for context, length in zip(self.contexts, self._lengths, strict=True)
         ):
-            return
+            return False
         logits = rows.run_ahead(last_ids)
         if logits is None:
-            return
+            return False
         self._logits, self._is_pending = logits, True
         self.num_forwards += 1
         self._lengths = [length + 1 for length in self._lengths]
         for context in self.contexts:
             context.num_kept += 1
+        return True
 
     def _collect(self) -> None:
         if self._is_pending:

@@ -41,12 +41,14 @@ class ReplayedDecoder(SpeculativeDecoder):
 
     outcomes: Iterator[bool]
     text_ids: list[int]
+    there: torch.Tensor
+    """The same ids on the GPU."""
     prompt_length: int
 
     def _pick(self, scores, numbers):
-        columns, is_empty = super()._pick(scores, numbers)
-        places = [self.prompt_length + number for _, number in numbers]
-        return torch.tensor([self.text_ids[place] for place in places], device=columns.device), is_empty
+        _, is_empty = super()._pick(scores, numbers)
+        start = self.prompt_length + numbers[0][1]
+        return self.there[start : start + len(numbers)], is_empty
 
     def _as_entries(self, index, ids):
         place = self.prompt_length + self._rows[0].num_entries
@@ -78,6 +80,7 @@ def main() -> None:
     ensemble = load(["8B", "1B"], ["cuda:0"], [args.tokenizer] * 2)
     text_ids = ensemble.tokenizer(TEXT).input_ids
     ReplayedDecoder.text_ids = text_ids
+    ReplayedDecoder.there = torch.tensor(text_ids, device=ensemble.device)
     ReplayedDecoder.prompt_length = args.prompt
     hf_ensemble.model.SpeculativeDecoder = ReplayedDecoder
     drafter = ensemble._members[1].name

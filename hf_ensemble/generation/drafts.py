@@ -1,8 +1,11 @@
 """Where drafts come from: the row's own text, or a member that writes on by itself."""
 
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..cached_rows import PlainContext
 from ..member import Member, MemberState
@@ -106,17 +109,48 @@ class MemberDrafter:
             For each row, the member's ids, up to where it wrote a control token.
         """
         contexts = list(state.contexts)
-        limit = self.member.max_positions
         drafts = [PlainContext(list(context.ids), context.num_kept) for context in contexts]
-        written: list[list[int]] = [[] for _ in drafts]
         active = [n for n, length in enumerate(lengths) if length > 0 and not contexts[n].sits_out]
+        if not active:
+            return [[] for _ in contexts]
         state.contexts = drafts  # type: ignore[assignment]
+        longest = max(len(context.ids) for context in contexts) + max(lengths)
+        limit = self.member.max_positions
+        if self.member.is_captured and len(active) == len(contexts) and (limit is None or longest <= limit):
+            written = self._write_chained(state, drafts, lengths)
+        else:
+            written = self._write_one_by_one(state, drafts, lengths, active)
+        for context, draft in zip(contexts, drafts, strict=True):
+            context.num_kept = min(draft.num_kept, len(context.ids))
+        state.contexts = contexts
+        return written
+
+    def _write_chained(
+        self, state: MemberState[Any], drafts: Sequence[PlainContext], lengths: Sequence[int]
+    ) -> list[list[int]]:
+        """Write ids that the host sees only at the end, so that no step waits for it."""
+        starts = [len(draft.ids) for draft in drafts]
+        best = [self._best(state.logits())]
+        while len(best) < max(lengths) and state.run_ahead(best[-1]):
+            for draft in drafts:
+                draft.ids.append(0)  # until it is known
+            best.append(self._best(state.logits()))
+        written = torch.stack(best, dim=-1).tolist()
+        for draft, start, ids in zip(drafts, starts, written, strict=True):
+            draft.ids[start:] = ids[:-1]
+        is_control = self.member.is_control
+        return [
+            list(itertools.takewhile(lambda i: not is_control(i), ids[:length]))
+            for ids, length in zip(written, lengths, strict=True)
+        ]
+
+    def _write_one_by_one(
+        self, state: MemberState[Any], drafts: Sequence[PlainContext], lengths: Sequence[int], active: list[int]
+    ) -> list[list[int]]:
+        limit = self.member.max_positions
+        written: list[list[int]] = [[] for _ in drafts]
         while active:
-            logits = state.logits(rows=active)
-            if self._no_token is not None:
-                self._no_token = self._no_token.to(logits.device)
-                logits = logits.index_fill(-1, self._no_token, -torch.inf)
-            best = logits.argmax(-1).tolist()
+            best = self._best(state.logits(rows=active)).tolist()
             for n in active:
                 if not self.member.is_control(best[n]):
                     written[n].append(best[n])
@@ -128,7 +162,10 @@ class MemberDrafter:
                 and len(written[n]) < lengths[n]
                 and (limit is None or len(drafts[n].ids) <= limit)
             ]
-        for context, draft in zip(contexts, drafts, strict=True):
-            context.num_kept = min(draft.num_kept, len(context.ids))
-        state.contexts = contexts
         return written
+
+    def _best(self, logits: Tensor) -> Tensor:
+        if self._no_token is not None:
+            self._no_token = self._no_token.to(logits.device)
+            logits = logits.index_fill(-1, self._no_token, -torch.inf)
+        return logits.argmax(-1)

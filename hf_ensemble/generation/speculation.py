@@ -149,16 +149,17 @@ class _Read:
         contexts: The contexts of its state's rows.
         num_kept: How many of their ids were cached before.
         rows: For each place, the rows of the state that were read for it; empty if the member was not needed there.
-        wanted: Each position at which logits are wanted, with their row and how far from its end they stand.
         num_last: For each row, after how many of its last ids logits are wanted.
+        at: For each position at which logits are wanted, its number (on the mixing device), and the row and the place
+            where the state will give them (on the member's).
         logits: The member's logits, of shape `(num_positions, vocab_size)`; None if no position needs it.
     """
 
     contexts: list[MemberContext]
     num_kept: list[int]
     rows: list[list[int]]
-    wanted: list[tuple[int, int, int]]
     num_last: list[int]
+    at: tuple[Tensor, Tensor, Tensor] | None = None
     logits: Tensor | None = None
 
     @property
@@ -336,13 +337,14 @@ class SpeculativeDecoder:
         for chain in chains:
             first.append(first[-1] + len(chain.columns) + 1)
         plan = self._plan(chains, places)
+        weights = plan.to(self._device)
         needed = plan != 0
         needed[:, 0] |= self.method.starts_from_primary
         # All members are started before one is waited for.
         reads = {index: self._start_reading(index, chains, first, needed[:, index].tolist()) for index in self.states}
         for index, read in reads.items():
             read.logits = self._logits_of(index, read, len(plan))
-        choices = self._choose(reads, plan, chains, first)
+        choices = self._choose(reads, weights, chains, first)
         used = self._accept(chains, first, choices, drafter, reads)
         if not self._is_first_round:  # that one reads the prompts
             self._length.checked(max(len(chain.columns) for chain in chains), clock() - start)
@@ -465,8 +467,12 @@ class SpeculativeDecoder:
                 behind = len(contexts[row].ids) - len(context.ids)
                 num_last[row] = max(num_last[row], behind + 1)
                 wanted.append((first[place] + at, row, behind))
-        read = _Read(contexts, [context.num_kept for context in contexts], rows, sorted(wanted), num_last)
+        read = _Read(contexts, [context.num_kept for context in contexts], rows, num_last)
         if wanted:
+            positions, at_rows, from_edge = (torch.tensor(part) for part in zip(*sorted(wanted), strict=True))
+            # Now, since a copy to a GPU waits for all that has been launched there.
+            there = self.members[index].device
+            read.at = positions.to(self._device), at_rows.to(there), (max(num_last) - 1 - from_edge).to(there)
             if len(contexts) > len(chains):
                 state.select(parents, contexts)
             else:
@@ -476,35 +482,33 @@ class SpeculativeDecoder:
 
     def _logits_of(self, index: int, read: _Read, num_positions: int) -> Tensor | None:
         """A member's logits at all positions, of shape `(num_positions, vocab_size)`; None if none needs it."""
-        if not read.wanted:
+        if read.at is None:
             return None
+        positions, at_rows, at_columns = read.at
         logits = self.states[index].logits(read.num_last, rows=read.wanted_rows)
         if logits.ndim == 2:
             logits = logits[:, None]
-        positions, at_rows, behind_edge = (torch.tensor(part) for part in zip(*read.wanted, strict=True))
-        at_columns = logits.shape[1] - 1 - behind_edge
-        taken = logits[at_rows.to(logits.device), at_columns.to(logits.device)].to(self._device, torch.float32)
-        if len(read.wanted) < num_positions:
+        taken = logits[at_rows, at_columns].to(self._device, torch.float32)
+        if len(positions) < num_positions:
             spread = taken.new_zeros(num_positions, taken.shape[-1])
-            taken = spread.index_copy_(0, positions.to(self._device), taken)
+            taken = spread.index_copy_(0, positions, taken)
         return taken
 
     # Choosing
 
     def _choose(
-        self, reads: dict[int, _Read], plan: Tensor, chains: Sequence[_Chain], first: Sequence[int]
+        self, reads: dict[int, _Read], weights: Tensor, chains: Sequence[_Chain], first: Sequence[int]
     ) -> _Choices:
         """Fuse and choose at all positions; what is chosen reaches the host in one transfer."""
-        weights = plan.to(self._device)
         logits = [reads[index].logits if index in reads else None for index in range(len(self.members))]
         best = {
-            index: torch.zeros(len(plan), dtype=torch.long, device=self._device)
+            index: torch.zeros(len(weights), dtype=torch.long, device=self._device)
             if logits[index] is None
             else self.method.masked(logits[index], index).argmax(-1)  # type: ignore[arg-type]
             for index, _ in self._drafters.values()
         }
         if logits[0] is None:
-            logits[0] = torch.zeros(len(plan), self._width, device=self._device)
+            logits[0] = torch.zeros(len(weights), self._width, device=self._device)
         mixed = self._mix(logits, weights)
         takes_part = weights != 0
         takes_part[:, 0] |= self.method.starts_from_primary
@@ -523,7 +527,7 @@ class SpeculativeDecoder:
             columns, is_empty = self._pick(scores, numbers)
         parts = [columns, is_empty, (~normalizers.isfinite()).flatten(), *best.values()]
         host = torch.cat([part.long() for part in parts]).tolist()
-        count, num_members = len(plan), len(self.members)
+        count, num_members = len(weights), len(self.members)
         bests = host[count * (2 + num_members) :]
         return _Choices(
             columns=host[:count],
