@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import MemberError
 from .vocabulary.context import num_common
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _NUM_SNAPSHOTS = 8
 _ROOM = 64
 """Positions for which a cache that grows has room when it is copied."""
+_MARGIN = 64
+"""Positions before its window that a window layer keeps at least, when it drops some."""
 
 
 class ContextIds(Protocol):
@@ -65,14 +67,15 @@ def last_ids(context: ContextIds, count: int) -> list[int]:
     return [0] * (count - len(tail)) + tail
 
 
-def _join_rows(a: Tensor, b: Tensor, missing: int) -> Tensor:
-    """Put the rows of two caches together; `b` is `missing` positions shorter than `a` (or `-missing` longer)."""
-    a = torch.nn.functional.pad(a, (0, 0, max(0, -missing), 0))
-    return torch.cat([a, torch.nn.functional.pad(b, (0, 0, max(0, missing), 0))])
+def _join_rows(a: Tensor, b: Tensor, width: int) -> Tensor:
+    """Put the rows of two caches together, each cut or padded at its left to this many positions."""
+    return torch.cat([torch.nn.functional.pad(part, (0, 0, width - part.shape[-2], 0)) for part in (a, b)])
 
 
 class _RoomyLayer(DynamicLayer):
     """A layer's cache that has room after its end, so that it grows without being copied."""
+
+    num_dropped = 0
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -104,8 +107,40 @@ class _RoomyLayer(DynamicLayer):
         return room[..., :end, :]
 
 
+class _WindowLayer(_RoomyLayer):
+    """A layer's cache that drops what its window has left behind.
+
+    It keeps a margin before the window, and what the last forward added, so that rows can roll back that far. It drops
+    only when it holds a second margin, so that few steps copy it. Attention reads it as if it began with the
+    `num_dropped` positions that it lacks, which no window reaches.
+    """
+
+    is_sliding = True
+
+    def __init__(self, window: int):
+        super().__init__()
+        self.window = window
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append, and drop after what this forward reads."""
+        keys, values = super().update(key_states, value_states)
+        surplus = keys.shape[-2] - key_states.shape[-2] - self.window - _MARGIN
+        if surplus >= _MARGIN:
+            self.num_dropped += surplus
+            self.keys, self.values = keys[..., surplus:, :], values[..., surplus:, :]
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """The number of positions, dropped ones included."""
+        return self.num_dropped + super().get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many positions a forward reads, and how many are dropped before them."""
+        return super().get_seq_length() + query_length, self.num_dropped
+
+
 class RepackedRows:
-    """One cache for all rows, without a config so that it keeps every position.
+    """One cache for all rows, which keeps every position but those far before the windows of window layers.
 
     Every row's part is contiguous and ends at the right edge, because window masks count cache slots: holes may only be
     at the left. All rows take equally many ids a forward (a row with fewer new ones computes its last ones again), so
@@ -117,14 +152,26 @@ class RepackedRows:
     def __init__(self, member: "Member", num_rows: int):
         self.member = member
         self.lengths = [0] * num_rows
-        self.cache = DynamicCache()
-        self.cache.layer_class_to_replicate = _RoomyLayer
+        self.cache = self._empty_cache()
+
+    def _empty_cache(self) -> DynamicCache:
+        cache = DynamicCache(config=self.member.model.config)
+        windows = [
+            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0 for layer in cache.layers
+        ]
+        # One mask serves all window layers, so they drop alike.
+        self._window = max(windows, default=0)
+        cache.layers = [_WindowLayer(self._window) if window else _RoomyLayer() for window in windows]
+        cache.layer_class_to_replicate = _RoomyLayer
+        return cache
 
     def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
         """Bring rows to their contexts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
         num_new = num_new_ids(contexts, self.lengths, num_last)
         kept = [max(0, len(context.ids) - num_new) for context in contexts]
-        self._keep(kept)
+        if not self._keep(kept):
+            self.lengths, self.cache = [0] * len(contexts), self._empty_cache()
+            return self.forward(contexts, num_last)
         width = max(kept)
         device = self.member.device
         ids = torch.tensor([last_ids(context, num_new) for context in contexts])
@@ -138,35 +185,45 @@ class RepackedRows:
         self.lengths = lengths.tolist()
         return logits
 
-    def _keep(self, kept: list[int]) -> None:
-        """Roll every row back to `kept` ids and move what stays to the right edge."""
-        width = self.cache.get_seq_length()
-        if width == 0:
-            return
-        new_width = max(kept)
-        removed = [length - k for length, k in zip(self.lengths, kept, strict=True)]
-        if len(set(removed)) == 1:
-            start, end = width - removed[0] - new_width, width - removed[0]
-            if (start, end) != (0, width):
-                for layer in self._filled_layers():
-                    layer.keys = layer.keys[..., start:end, :]
-                    layer.values = layer.values[..., start:end, :]
-            return
-        # Column c of the new cache comes from old column c + (width - removed - new_width) of its row.
-        shift = torch.tensor([width - r - new_width for r in removed])
-        index = (torch.arange(new_width) + shift[:, None]).clamp_min(0)  # (B, new_width)
-        by_device: dict[torch.device, Tensor] = {}
-        for layer in self._filled_layers():
-            device = layer.keys.device
-            if device not in by_device:
-                by_device[device] = index.to(device)[:, None, :, None]
-            at = by_device[device]
+    def _keep(self, kept: list[int]) -> bool:
+        """Roll every row back to `kept` ids and move what stays to the right edge.
+
+        Returns:
+            False, and nothing is changed, where a window layer has dropped what the next forward reads.
+        """
+        width, new_width = self.cache.get_seq_length(), max(kept)
+        if width == 0 or (kept == self.lengths and width == new_width):
+            return True
+        # Column c of the new cache comes from old column c + shift of its row.
+        shifts = [width - new_width - (length - k) for length, k in zip(self.lengths, kept, strict=True)]
+        layers = self._filled_layers()
+        lost = [max(layer.num_dropped for layer in layers) - shift for shift in shifts]
+        # Only what rows have there counts: not what is before their beginning.
+        dropped = max((n for n, k in zip(lost, kept, strict=True) if new_width - k < min(n, new_width)), default=0)
+        if dropped > max(0, new_width - self._window + 1):
+            return False
+        indices: dict[tuple[bool, torch.device], Tensor] = {}
+        for layer in layers:
+            now_dropped = dropped if layer.is_sliding else 0
+            starts = [shift - layer.num_dropped + now_dropped for shift in shifts]
+            count = new_width - now_dropped
+            layer.num_dropped = now_dropped
+            if len(set(starts)) == 1:
+                layer.keys = layer.keys[..., starts[0] : starts[0] + count, :]
+                layer.values = layer.values[..., starts[0] : starts[0] + count, :]
+                continue
+            key = layer.is_sliding, layer.keys.device
+            if key not in indices:
+                index = (torch.arange(count) + torch.tensor(starts)[:, None]).clamp_min(0)  # (B, count)
+                indices[key] = index.to(layer.keys.device)[:, None, :, None]
+            at = indices[key]
             layer.keys = layer.keys.gather(2, at.expand(*layer.keys.shape[:2], -1, layer.keys.shape[-1]))
             layer.values = layer.values.gather(2, at.expand(*layer.values.shape[:2], -1, layer.values.shape[-1]))
+        return True
 
     def _filled_layers(self) -> list[Any]:
         layers = [layer for layer in self.cache.layers if getattr(layer, "is_initialized", True)]
-        if any(type(layer) is not _RoomyLayer for layer in layers):
+        if any(not isinstance(layer, _RoomyLayer) for layer in layers):
             kinds = sorted({type(layer).__name__ for layer in layers})
             raise MemberError(f"member {self.member.name!r} keeps a cache that cannot be repacked: {kinds}.")
         return layers
@@ -198,10 +255,12 @@ class RepackedRows:
         return logits
 
     def _join(self, other: "RepackedRows") -> None:
-        missing = self.cache.get_seq_length() - other.cache.get_seq_length()
+        width = max(self.cache.get_seq_length(), other.cache.get_seq_length())
         for mine, theirs in zip(self._filled_layers(), other._filled_layers(), strict=True):
-            mine.keys = _join_rows(mine.keys, theirs.keys, missing)
-            mine.values = _join_rows(mine.values, theirs.values, missing)
+            dropped = max((width - layer.keys.shape[-2] for layer in (mine, theirs) if layer.num_dropped), default=0)
+            mine.keys = _join_rows(mine.keys, theirs.keys, width - dropped)
+            mine.values = _join_rows(mine.values, theirs.values, width - dropped)
+            mine.num_dropped = dropped
         self.lengths = [*self.lengths, *other.lengths]
 
     def select(self, rows: Sequence[int]) -> None:
