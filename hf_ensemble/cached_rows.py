@@ -170,8 +170,7 @@ class RepackedRows:
         num_new = num_new_ids(contexts, self.lengths, num_last)
         kept = [max(0, len(context.ids) - num_new) for context in contexts]
         if not self._keep(kept):
-            self.lengths, self.cache = [0] * len(contexts), self._empty_cache()
-            return self.forward(contexts, num_last)
+            return self.forward(self._brought_nearer(contexts), num_last)
         width = max(kept)
         device = self.member.device
         ids = torch.tensor([last_ids(context, num_new) for context in contexts])
@@ -184,6 +183,23 @@ class RepackedRows:
         logits = self.member.forward(ids.to(device), positions.to(device), mask, self.cache, max(num_last))
         self.lengths = lengths.tolist()
         return logits
+
+    def _brought_nearer(self, contexts: Sequence[ContextIds]) -> Sequence[ContextIds]:
+        """Do a part of what brings rows to their contexts where they cannot roll back far enough to do it at once.
+
+        Rows with many new ids, for which the others would roll back, take the first of them; where there is no such row
+        all begin anew.
+
+        Returns:
+            The contexts, with how much of each is cached now.
+        """
+        known = [min(context.num_kept, length) for context, length in zip(contexts, self.lengths, strict=True)]
+        nearer = [PlainContext(context.ids[: n + _MARGIN], n) for context, n in zip(contexts, known, strict=True)]
+        if all(len(near.ids) == len(context.ids) for near, context in zip(nearer, contexts, strict=True)):
+            self.lengths, self.cache = [0] * len(contexts), self._empty_cache()
+            return contexts
+        self.forward(nearer, [1] * len(nearer))
+        return [PlainContext(context.ids, len(near.ids)) for context, near in zip(contexts, nearer, strict=True)]
 
     def _keep(self, kept: list[int]) -> bool:
         """Roll every row back to `kept` ids and move what stays to the right edge.

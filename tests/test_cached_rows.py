@@ -195,6 +195,28 @@ def test_rows_that_need_what_was_dropped_are_computed_from_their_beginning(membe
     assert_up_to_date(state)
 
 
+def test_logits_of_more_last_ids_than_are_held_are_computed_from_the_beginning(member):
+    state = started(member, range(10, 50), range(20, 45))
+    state.logits()
+    state.contexts[0].change([*state.contexts[0].ids, *range(50, 55)])
+    state.logits()
+    state.contexts[1].change([*state.contexts[1].ids, *range(50, 55)])
+    assert_up_to_date(state, num_last=25)
+
+
+@each_member
+def test_others_do_not_begin_anew_when_a_row_catches_up(member):
+    """It takes its new ids in pieces, so that no other rolls back beyond the margin."""
+    state = started(member, range(10, 50), range(20, 45))
+    state.logits()
+    for last in range(50, 60):
+        for context in state.contexts:
+            context.change([*context.ids, last])
+        state.logits(rows=[0])
+    assert ids_run(state) == [MARGIN, MARGIN, 4]
+    assert_up_to_date(state)
+
+
 @each_member
 def test_a_row_that_is_replaced_needs_nothing_that_was_dropped(member):
     state = started(member, range(10, 50), range(20, 45))
