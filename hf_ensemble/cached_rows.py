@@ -245,7 +245,7 @@ class RepackedRows:
         return layers
 
     def hold(self) -> None:
-        """Nothing to do: every position stays."""
+        """Nothing to do: rows can roll back without it."""
 
     def fork(self, rows: Sequence[int]) -> "RepackedRows":
         """Rows of their own that continue from these."""
