@@ -42,6 +42,7 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -
         stream: The stream to capture on. Graphs that were captured on one stream may share scratch memory of libraries, so
             that they must not run at the same time.
     """
+    torch.cuda.current_blas_handle()  # a thread's first one can't be made while it captures
     graphing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
     with lock_of(stream), _capturing, graphing:
         yield

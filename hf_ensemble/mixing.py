@@ -1,5 +1,6 @@
 """Arithmetic on next-token distributions: pure functions of tensors, each row on its own."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,20 +55,48 @@ def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         Their logits and ids, each of shape `(batch_size, k)`.
     """
+    values, ids = top_entries_of_each([logits], k)
+    return values[0], ids[0]
+
+
+def top_entries_of_each(logits: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
+    """Find the k best ids of every row of every member at once, which takes a GPU fewer kernels.
+
+    Args:
+        logits: Each member's, of shape `(batch_size, vocab_size)`.
+        k: Number of ids, at most the largest `vocab_size`; a member with fewer gives `-inf` for the rest.
+
+    Returns:
+        Their logits and ids, each of shape `(num_members, batch_size, k)`; see `top_entries`.
+    """
     # Blocks first: the k best lie in the k blocks with the best maxima (of equal ones the first), and searching those few
     # is much faster.
-    blocks = _in_blocks(logits)
-    best_blocks = _first_best(blocks.amax(-1), min(k, blocks.shape[1])).sort(dim=-1).values
-    values = blocks.gather(1, best_blocks[..., None].expand(-1, -1, _BLOCK)).flatten(1)
+    most_blocks = max(-(-one.shape[-1] // _BLOCK) for one in logits)
+    num_best = min(k, most_blocks)
+    blocks = [_in_blocks(one, num_best) for one in logits]
+    # Of `-inf` the first are the best, so what fills this up is never among them.
+    maxima = logits[0].new_full((len(logits), len(logits[0]), most_blocks), -torch.inf)
+    for of_member, one in zip(maxima, blocks, strict=True):
+        of_member[:, : one.shape[1]] = one.amax(-1)
+    best_blocks = _first_best(maxima, num_best).sort(dim=-1).values
+    values = torch.stack(
+        [
+            one.gather(1, places[..., None].expand(-1, -1, _BLOCK)).flatten(1)
+            for one, places in zip(blocks, best_blocks, strict=True)
+        ]
+    )
     at = _first_best(values, k)
     ids = best_blocks.gather(-1, at // _BLOCK) * _BLOCK + at % _BLOCK
-    # NaN may come after what fills up the last block.
-    return values.gather(-1, at), ids.clamp_max_(logits.shape[-1] - 1)
+    for of_member, one in zip(ids, logits, strict=True):
+        if one.shape[-1] % _BLOCK or one.shape[-1] < k:
+            # NaN may come after what fills up the blocks.
+            of_member.clamp_max_(one.shape[-1] - 1)
+    return values.gather(-1, at), ids
 
 
-def _in_blocks(logits: Tensor) -> Tensor:
+def _in_blocks(logits: Tensor, at_least: int) -> Tensor:
     """Rows of shape `(batch_size, vocab_size)` as `(batch_size, num_blocks, _BLOCK)`, filled up with `-inf`."""
-    num_missing = -logits.shape[-1] % _BLOCK
+    num_missing = max(-(-logits.shape[-1] // _BLOCK), at_least) * _BLOCK - logits.shape[-1]
     filled = torch.nn.functional.pad(logits, (0, num_missing), value=-torch.inf) if num_missing else logits
     return filled.reshape(len(logits), -1, _BLOCK)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..mixing import log_normalizer, merge_duplicates, put_eos, top_entries
+from ..mixing import log_normalizer, merge_duplicates, put_eos, top_entries_of_each
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
 from .base import Mixed, TokenMethod
@@ -54,32 +54,37 @@ class Unite(TokenMethod):
         assert primary is not None
         batch_size, union_size = primary.shape[0], len(self.union)
         normalizers = primary.new_zeros(batch_size, len(logits))
-        rows: list[Tensor | None] = []
-        proposed = []
-        for index, member_logits in enumerate(logits):
-            if member_logits is None:
-                rows.append(None)
-                continue
-            maps = self.maps[index]
-            member_logits = self.masked(member_logits, index)
-            normalizers[:, index] = log_normalizer(member_logits)
-            entries = merge_duplicates(member_logits, maps.duplicates)
-            values, ids = top_entries(entries, min(self.top_k, entries.shape[-1]))
-            takes_part = (values > -torch.inf) & (weights[:, index, None] > 0)
-            proposed.append(torch.where(takes_part, maps.to_union[ids], -1))
-            rows.append(entries if entries is member_logits else torch.cat([entries, member_logits], dim=-1))
-        keys = torch.cat(proposed, dim=-1).sort(dim=-1).values  # (B, M * k), each row's entries and -1
+        present = [index for index, one in enumerate(logits) if one is not None]
+        masked = [self.masked(one, index) for index, one in enumerate(logits) if one is not None]
+        for index, row in zip(present, masked, strict=True):
+            normalizers[:, index] = log_normalizer(row)
+        entries = [
+            merge_duplicates(row, self.maps[index].duplicates) for index, row in zip(present, masked, strict=True)
+        ]
+        top_k = min(self.top_k, max(row.shape[-1] for row in entries))
+        values, ids = top_entries_of_each(entries, top_k)  # (M, B, k)
+        shares = (
+            weights.T[..., None]
+            if len(present) == len(logits)
+            else torch.stack([weights[:, n, None] for n in present])
+        )
+        proposed = torch.stack([self.maps[index].to_union[own] for index, own in zip(present, ids, strict=True)])
+        proposed = torch.where((values > -torch.inf) & (shares > 0), proposed, -1)
+        keys = proposed.transpose(0, 1).flatten(1).sort(dim=-1).values  # (B, M * k), each row's entries and -1
         is_key = keys >= 0
         is_key[:, 1:] &= keys[:, 1:] != keys[:, :-1]
-        keys = keys.clamp_min(0)
-        fused = primary.new_zeros(keys.shape)
-        for index, row in enumerate(rows):
-            if row is None:
-                continue
-            at = self._read_from[index][keys]  # (B, M * k)
-            key_logits = row.gather(-1, at.clamp_min(0)).masked_fill_((at < 0) | ~is_key, -torch.inf)
-            # A row in which the member takes no part may hold no key that it can write: all `-inf`, so NaN.
-            fused.addcmul_(key_logits.softmax(-1).nan_to_num_(), weights[:, index, None])
+        keys.clamp_min_(0)
+        at = torch.stack([self._read_from[index][keys] for index in present])  # (M, B, M * k)
+        is_read = (at >= 0) & is_key
+        at.clamp_min_(0)
+        tables = [
+            merged if merged is row else torch.cat([merged, row], dim=-1)
+            for merged, row in zip(entries, masked, strict=True)
+        ]
+        key_logits = torch.stack([table.gather(-1, places) for table, places in zip(tables, at, strict=True)])
+        # A row in which the member takes no part may hold no key that it can write: all `-inf`, so NaN.
+        probs = torch.where(is_read, key_logits, -torch.inf).softmax(-1).nan_to_num_()
+        fused = (probs * shares).sum(0)  # (B, M * k)
         eos_ids = self.maps[0].eos_ids
         is_eos = keys == union_size
         written_as = self.maps[0].first_id[keys].masked_fill_(is_eos, -1)
