@@ -352,6 +352,9 @@ class MemberState(Generic[C]):
             for context, length in zip(self.contexts, self._lengths, strict=True)
         ):
             return False
+        limit = self.member.max_positions
+        if limit is not None and max(self._lengths, default=0) >= limit:
+            return False
         logits = rows.run_ahead(last_ids)
         if logits is None:
             return False

@@ -1093,7 +1093,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             drafters=drafters,
             uses_ngrams=call.speculation.uses_ngrams,
             draft_length=DraftLength(
-                shares={self._members[index].name: num_parameters[index] / running for index in drafters}
+                shares={self._members[index].name: num_parameters[index] / running for index in drafters},
+                num_trials=4 if any(self._members[index].is_captured for index in call.weights.participants) else 1,
             ),
             keep_rows=bool(config.return_dict_in_generate and (config.output_logits or config.output_scores)),
             filler=pad or 0,

@@ -5,6 +5,7 @@ import torch
 
 from hf_ensemble import MemberError
 from hf_ensemble.cached_rows import PlainContext
+from hf_ensemble.generation.draft_length import DraftLength
 from hf_ensemble.member import Member, MemberState
 from hf_ensemble.static_rows import BufferPool, masks_of
 from tests import contracts, tiny
@@ -59,6 +60,42 @@ def test_the_primary_runs_once_an_id_although_it_runs_ahead(method, static):
     output = text_of(pair(), method, return_dict_in_generate=True, max_new_tokens=10, eos_token_id=[])
     assert output.num_forwards[0] <= 10
     assert method == "gac" or output.num_forwards[0] == 10
+
+
+@pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+@pytest.mark.parametrize("length", [0, 3], ids=["quiet", "drafted"])
+@pytest.mark.parametrize("method", ["gac", "unite"])
+def test_drafts_whose_ids_stay_on_the_device_change_no_text(method, length, static, monkeypatch):
+    """Without drafts the primary runs ahead; with them the drafter's ids reach the host at its last step."""
+    expected = text_of(pair(), method, max_new_tokens=24)
+    ahead = []
+    run_ahead = MemberState.run_ahead
+
+    def counted(state, last_ids):
+        ahead.append((state.member.name, run_ahead(state, last_ids)))
+        return ahead[-1][1]
+
+    monkeypatch.setattr(MemberState, "run_ahead", counted)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], length))
+    found = text_of(pair(), method, max_new_tokens=24, speculation="member-1", return_dict_in_generate=True)
+    assert found.sequences.tolist() == expected.tolist()
+    assert (f"member-{int(length > 0)}", True) in ahead
+    assert sum(found.speculation.drafted.values()) > 3 * length or not length
+
+
+@pytest.mark.filterwarnings("ignore:row .* ends after")
+@pytest.mark.parametrize("speculation", [None, "member-1"])
+def test_no_step_runs_ahead_of_the_last_position(speculation, static, monkeypatch):
+    """A position beyond a table of position embeddings would take a GPU down."""
+    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], 0))
+    tokenizer = contracts.small()
+    ensemble = make_ensemble(
+        [tiny.tiny_gpt2(tokenizer, n_positions=32, seed=1), tiny.tiny_llama(tokenizer, seed=2)], [tokenizer] * 2
+    )
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    options = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": [], "pad_token_id": 0}
+    ids = ensemble.generate(**inputs, method="unite", speculation=speculation, **options)
+    assert ids.shape[1] == 33
 
 
 def test_a_text_is_scored_in_as_few_forwards_as_with_a_cache_that_grows():

@@ -27,8 +27,10 @@ class _Times:
     def add(self, now: int, seconds: float) -> None:
         self._seen.append((now, seconds))
 
-    def least(self, now: int) -> float | None:
-        """The least of them, since all else is the machine's other work; None if there is none of late."""
+    def least(self, now: int, num_needed: int = 1) -> float | None:
+        """The least of them, since all else is the machine's other work; None if there are too few, or none of late."""
+        if len(self._seen) < num_needed:
+            return None
         memory = _MEMORY if len(self._seen) > 1 else _MEMORY_OF_ONE
         return min((seconds for then, seconds in self._seen if now - then <= memory), default=None)
 
@@ -46,6 +48,8 @@ class DraftLength:
         clock: Gives seconds.
         shares: For each drafter, what drafting an entry is taken to cost until it is measured, as a share of a plain
             step; 0 for others.
+        num_trials: How many checks of a length it takes to believe their times: more than one where the first ones also
+            capture graphs.
     """
 
     def __init__(
@@ -53,11 +57,13 @@ class DraftLength:
         lengths: Sequence[int] = _LENGTHS,
         clock: Callable[[], float] = time.perf_counter,
         shares: Mapping[str, float] | None = None,
+        num_trials: int = 1,
     ):
         self.longest = max(lengths)
         self._lengths = sorted(lengths)
         self.clock = clock
         self._shares = dict(shares or {})
+        self._num_trials = num_trials
         self._round = 0
         self._checks: dict[int, _Times] = {}
         self._drafting: dict[str, _Times] = {}
@@ -129,4 +135,4 @@ class DraftLength:
         return self._shares.get(drafter, 0.0) * self._check_seconds(0) if seconds is None else seconds
 
     def _least_check(self, length: int) -> float | None:
-        return self._checks[length].least(self._round) if length in self._checks else None
+        return self._checks[length].least(self._round, self._num_trials) if length in self._checks else None

@@ -28,6 +28,9 @@ from .reports import no_position_left, not_finite_error, nothing_left_error, war
 from .row_processors import RowProcessors
 from .token_fusion import without_member
 
+_NUM_QUIET = 4
+"""Rounds without a draft after which the next one is taken to have none either."""
+
 
 @dataclass(frozen=True)
 class SpeculationRound:
@@ -277,6 +280,8 @@ class SpeculativeDecoder:
         self._texts = [RowText(ids, members[0].is_control) for ids in prompt_of_row] if uses_ngrams else None
         self._drafters = {members[index].name: (index, MemberDrafter(members[index])) for index in drafters}
         self._is_first_round = True
+        self._num_quiet = 0
+        self._is_primary_ahead = False
         seed = int(torch.randint(2**62, (1,))) if do_sample else 0
         self._seeds = [random.Random(f"{seed} {row}") for row in self._live]
         self._seeds_of_row: list[list[int]] = [[] for _ in self._live]
@@ -525,6 +530,7 @@ class SpeculativeDecoder:
                 for at in range(len(chain.columns) + 1)
             ]
             columns, is_empty = self._pick(scores, numbers)
+            self._run_primary_ahead(chains, columns)
         parts = [columns, is_empty, (~normalizers.isfinite()).flatten(), *best.values()]
         host = torch.cat([part.long() for part in parts]).tolist()
         count, num_members = len(weights), len(self.members)
@@ -537,6 +543,15 @@ class SpeculativeDecoder:
             logits=self._folded(fused) if self._keeps_rows else None,
             scores=self._folded(scores) if self._keeps_rows else None,
         )
+
+    def _run_primary_ahead(self, chains: Sequence[_Chain], columns: Tensor) -> None:
+        """Where nothing is drafted, start the primary's next step before the host and the others follow."""
+        self._num_quiet = 0 if any(chain.columns for chain in chains) else self._num_quiet + 1
+        goes_on = any(len(self._rows[row].ids) + 1 < self._max_new for row in self._live)
+        if self._num_quiet > _NUM_QUIET and goes_on and 0 in self.states:
+            first_ids = self.method.maps[0].first_id[columns]
+            ids = torch.where(columns < self._width, columns, first_ids) if self._is_wide else columns
+            self._is_primary_ahead = self.states[0].run_ahead(ids.to(self.members[0].device))
 
     def _choose_one_by_one(
         self, scores: Tensor, chains: Sequence[_Chain], first: Sequence[int]
@@ -682,10 +697,11 @@ class SpeculativeDecoder:
                         for row in read.rows[place]
                     }
                     parent = max(common, key=lambda row: common[row])
-                    context.num_kept = common[parent]
+                    context.num_kept = common[parent] + (index == 0 and self._is_primary_ahead)
                 parents.append(parent)
             self._select(index, parents, [contexts[index] for contexts in settled], len(read.contexts))
         self._live = [self._live[place] for place in places]
+        self._is_primary_ahead = False
 
     def _select(self, index: int, rows: Sequence[int], contexts: list[MemberContext], num_rows: int) -> None:
         if list(rows) == list(range(num_rows)):

@@ -516,6 +516,17 @@ def test_what_pays_changes_with_the_machine_and_the_text():
     assert usual(decode(length, lambda n: 1.0, 1.0, 200)) == 8
 
 
+def test_first_times_that_capture_graphs_are_not_believed():
+    def seconds_of(slow):
+        return lambda length: slow[length].pop() if slow[length] else 1.0
+
+    def first_ones():
+        return {0: [], **{length: [20.0, 30.0, 20.0] for length in (1, 2, 4, 8)}}
+
+    assert usual(decode(DraftLength(), seconds_of(first_ones()), 1.0, 60)) == 0
+    assert usual(decode(DraftLength(num_trials=4), seconds_of(first_ones()), 1.0, 60)) == 8
+
+
 def test_the_better_of_two_drafters_is_asked():
     length = DraftLength(shares={"cheap": 0.1, "dear": 0.9})
     length.checked(0, 1.0)
@@ -532,7 +543,7 @@ def test_the_better_of_two_drafters_is_asked():
 
 def test_the_clock_is_read_around_drafting_and_checking(ensemble, row, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(DraftLength.__init__, "__defaults__", ((0, 2), clock, None))
+    monkeypatch.setattr(DraftLength.__init__, "__defaults__", ((0, 2), clock, None, 1))
     seen = []
     monkeypatch.setattr(DraftLength, "checked", lambda self, count, seconds: seen.append((count, seconds)))
     force_length(monkeypatch, 2)
