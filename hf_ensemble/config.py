@@ -408,7 +408,7 @@ class MemberConfig:
     repository. None: the member was given as an object that came from nowhere."""
 
     name: str | None = None
-    """Name used in errors. Default: the last part of `path`."""
+    """Name used in errors, and to choose it as a drafter. Default: the last part of `path`."""
 
     revision: str | None = None
     """Branch, tag or commit on the Hub."""

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, LlamaConfig, LogitsProcessor, Qwen2Confi
 from turns import quartiles
 
 import hf_ensemble
-from hf_ensemble import EnsembleForCausalLM
+from hf_ensemble import EnsembleForCausalLM, MemberConfig
 from hf_ensemble.cached_rows import PlainContext
 from hf_ensemble.member import Member, MemberState
 from hf_ensemble.methods.captured import CapturedMix
@@ -83,7 +83,8 @@ def load(shapes: list[str], devices: list[str], folders: list[str]) -> Replaying
         with torch.device(devices[n % len(devices)]):
             torch.manual_seed(n)
             models.append(transformers.AutoModelForCausalLM.from_config(SHAPES[shape], dtype=torch.bfloat16).eval())
-    ensemble = ReplayingEnsemble.from_members(models, tokenizers)
+    names = [MemberConfig(name=f"{shape}, member {n}") for n, shape in enumerate(shapes)]
+    ensemble = ReplayingEnsemble.from_members(models, tokenizers, member_configs=names)
     ensemble.text_ids = tokenizers[0](TEXT).input_ids
     return ensemble
 

@@ -9,7 +9,7 @@ _LENGTHS = (0, 1, 2, 4, 8)
 _NUM_TIMES = 5
 _MEMORY = 64
 """Rounds after which a time is forgotten: what did not pay then is tried again, at the cost of one round in so many."""
-_FADING = 0.9
+_FADING = 0.95
 """How much an outcome counts one round later."""
 _MEMORY_OF_ONE = 8
 """The same for a time that stands alone: a first forward pass of some shape may take long, as kernels are chosen."""

@@ -24,7 +24,7 @@ class Speculation:
         uses_ngrams: Whether drafts are looked up in the text.
 
     Raises:
-        ConfigurationError: If there is no such drafter.
+        ConfigurationError: If there is no such drafter, or more than one of that name.
     """
 
     def __init__(self, name: Any, members: Sequence[Member]):
@@ -34,20 +34,27 @@ class Speculation:
                 f"`speculation` must be 'auto', 'ngram' or the name of a member ({', '.join(map(repr, names))}), but is "
                 f"{name!r}."
             )
+        if names.count(name) > 1:
+            raise ConfigurationError(
+                f"`speculation={name!r}` names {names.count(name)} members ({', '.join(map(repr, names))}). Give each its "
+                "own name (`MemberConfig.name`), or pass `speculation='auto'`."
+            )
         self.name = name
         self.is_auto = name == AUTO
         self.uses_ngrams = name in (AUTO, NGRAM)
         self._members = list(members)
 
     def drafters(self, participants: Sequence[int], num_parameters: Sequence[int]) -> list[int]:
-        """Numbers of the members that may draft, the cheapest first.
+        """Numbers of the members that may draft, the cheapest first; the cheapest one of those that share a name.
 
         Args:
             participants: Numbers of the members that have a weight. One that is asked for by name needs none.
             num_parameters: Each member's size.
         """
         if self.is_auto:
-            return sorted(participants, key=lambda index: num_parameters[index])
+            dearest_first = sorted(participants, key=lambda index: num_parameters[index], reverse=True)
+            cheapest_of = {self._members[index].name: index for index in dearest_first}
+            return sorted(cheapest_of.values(), key=lambda index: num_parameters[index])
         return [n for n, member in enumerate(self._members) if member.name == self.name and not self.uses_ngrams][:1]
 
     def refuse(self, what: str, why: str, remedy: str) -> None:

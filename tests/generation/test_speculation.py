@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hf_ensemble import ConfigurationError, GacConfig, MemberError
 from hf_ensemble.generation import speculation as speculation_module
 from hf_ensemble.generation.draft_length import DraftLength
 from hf_ensemble.generation.drafts import RowText
+from hf_ensemble.generation.speculation_options import Speculation
 from tests import tiny
 from tests.contracts import (
     CORE_RECIPES,
@@ -597,6 +599,14 @@ def test_an_unknown_drafter_is_named_with_those_there_are(ensemble, row):
             run(ensemble, row, speculation=name)
     with pytest.raises(ConfigurationError, match='speculation="ngram"'):
         run(ensemble, row, prompt_lookup_num_tokens=2)
+
+
+def test_of_members_that_share_a_name_only_the_cheapest_drafts():
+    members = [SimpleNamespace(name=name) for name in ("twin", "other", "twin", "twin")]
+    with pytest.raises(ConfigurationError, match=r"'twin'` names 3 members.*MemberConfig\.name"):
+        Speculation("twin", members)
+    assert Speculation("auto", members).drafters([0, 1, 2], [30, 20, 10, 5]) == [2, 1]
+    assert Speculation("other", members).drafters([0, 1, 2], [30, 20, 10, 5]) == [1]
 
 
 def test_an_ensemble_of_recurrent_members_drafts_too(monkeypatch):
