@@ -67,11 +67,13 @@ class Replay(LogitsProcessor):
 class ReplayingEnsemble(EnsembleForCausalLM):
     """An ensemble whose every step is overridden, after fusion and selection, with the next id of a text."""
 
-    text_ids: list[int]
+    text_ids: list[int] | None
+    """None to leave choosing to others."""
 
     def _get_logits_processor(self, generation_config, **kwargs):
         processors = super()._get_logits_processor(generation_config, **kwargs)
-        processors.append(Replay(self.text_ids))
+        if self.text_ids is not None:
+            processors.append(Replay(self.text_ids))
         return processors
 
 
@@ -186,8 +188,8 @@ def draw(path: str, by_length: dict[str, dict[int, float]], by_batch: dict[str, 
         for name, values in table.items():
             axis.plot(list(values), [1e3 * value for value in values.values()], marker="o", label=name)
         axis.set_xlabel(label)
-        axis.set_ylim(bottom=0)
         axis.legend()
+    axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("ms for a token of every row")
     figure.tight_layout()
     figure.savefig(path)

@@ -98,7 +98,9 @@ def main() -> None:
         ReplayedDecoder.outcomes = itertools.cycle(kept)
         plain, drafted, rounds = [], [], []
         for turn in range(args.turns + 1):
+            ensemble.text_ids = text_ids
             without = time_ensemble(ensemble, prompt, args.new_tokens, method)
+            ensemble.text_ids = None  # the decoder itself replays, so that no processor looks at every position
             with_drafts, output = time_drafts(ensemble, prompt, args.new_tokens, method, drafter)
             if turn:  # the first warms up
                 plain.append(1e3 * without)
