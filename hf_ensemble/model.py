@@ -75,6 +75,9 @@ _WAITS = "primary_waits"
 _MAX_METHODS = 8
 """Methods kept ready, each with its index maps on the device; a call with other options or EOS ids makes another."""
 
+_MAX_DRAFT_LENGTHS = 64
+"""Kinds of calls of which it is kept how fast their drafts are checked and how many are kept."""
+
 _REFUSED_OPTIONS = {
     "guidance_scale": "it would run the primary alone a second time",
     "token_healing": "it rewrites the prompt in the primary's tokens only",
@@ -175,6 +178,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         )
         self.union_vocabulary = UnionVocabulary([member.encoder for member in members])
         self._methods: dict[Any, TokenMethod] = {}
+        self._draft_lengths: dict[Any, DraftLength] = {}
 
     # Making, saving and loading
 
@@ -573,7 +577,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its methods anew: they hold graphs and buffers of a device.
-        return {**self.__dict__, "_methods": {}}
+        return {**self.__dict__, "_methods": {}, "_draft_lengths": {}}
 
     # Generating
 
@@ -1078,7 +1082,12 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             method = self._method(call.method, eos_ids)
         num_parameters = [member.model.num_parameters() for member in self._members]
         drafters = call.speculation.drafters(sorted(call.weights.participants), num_parameters)
-        running = sum(num_parameters[index] for index in call.weights.participants)
+        # What earlier calls of this kind have measured; each is used by one call at a time.
+        participants = tuple(sorted(call.weights.participants))
+        kind = (call.method, call.is_by_primary, call.speculation.name, participants, len(input_ids), method.device)
+        draft_length = self._draft_lengths.pop(kind, None) or self._new_draft_length(
+            drafters, participants, num_parameters
+        )
         call.speculator = SpeculativeDecoder(
             self._members,
             method,
@@ -1092,21 +1101,30 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             end_ids=eos_ids,
             drafters=drafters,
             uses_ngrams=call.speculation.uses_ngrams,
-            draft_length=DraftLength(
-                shares={self._members[index].name: num_parameters[index] / running for index in drafters},
-                num_trials=4 if any(self._members[index].is_captured for index in call.weights.participants) else 1,
-            ),
+            draft_length=draft_length,
             keep_rows=bool(config.return_dict_in_generate and (config.output_logits or config.output_scores)),
             filler=pad or 0,
             own_prompts=call.own_prompts,
         )
         ids = write_decided(call.speculator, input_ids, stopping_criteria, pad, streamer)
+        if len(self._draft_lengths) >= _MAX_DRAFT_LENGTHS:
+            self._draft_lengths.clear()
+        self._draft_lengths[kind] = draft_length
         if not config.return_dict_in_generate:
             return ids
         return GenerateDecoderOnlyOutput(
             sequences=ids,  # type: ignore[arg-type]
             scores=tuple(call.speculator.scores_rows) if config.output_scores else None,  # type: ignore[arg-type]
             logits=tuple(call.speculator.logits_rows) if config.output_logits else None,  # type: ignore[arg-type]
+        )
+
+    def _new_draft_length(
+        self, drafters: Sequence[int], participants: Sequence[int], num_parameters: Sequence[int]
+    ) -> DraftLength:
+        running = sum(num_parameters[index] for index in participants)
+        return DraftLength(
+            shares={self._members[index].name: num_parameters[index] / running for index in drafters},
+            num_trials=4 if any(self._members[index].is_captured for index in participants) else 1,
         )
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:  # type: ignore[override]

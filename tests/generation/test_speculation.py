@@ -1,5 +1,6 @@
 """Speculation: whatever is drafted, the text is that of the plain loop."""
 
+import copy
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -518,6 +519,24 @@ def test_what_pays_changes_with_the_machine_and_the_text():
     assert usual(decode(length, lambda n: 1.0, 1.0, 200)) == 8
 
 
+def test_the_next_call_of_a_kind_begins_with_what_the_last_one_measured(ensemble, row, monkeypatch):
+    seen = []
+    choose = DraftLength.choose
+    monkeypatch.setattr(DraftLength, "choose", lambda self, *args: seen.append(self) or choose(self, *args))
+    ensemble = copy.deepcopy(ensemble)
+    options = {"method": "unite", "speculation": "member-1", "max_new_tokens": 6, "eos_token_id": []}
+    expected = run(ensemble, row, **options).sequences.tolist()
+    first = seen[-1]
+    assert run(ensemble, row, **options).sequences.tolist() == expected
+    assert seen[-1] is first
+    run(ensemble, row, **{**options, "method": "gac"})
+    assert seen[-1] is not first
+    run(copy.deepcopy(ensemble), row, **options)
+    assert seen[-1] is not first
+    run(ensemble, row, **options)
+    assert seen[-1] is first
+
+
 def test_first_times_that_capture_graphs_are_not_believed():
     def seconds_of(slow):
         return lambda length: slow[length].pop() if slow[length] else 1.0
@@ -547,6 +566,7 @@ def test_the_clock_is_read_around_drafting_and_checking(ensemble, row, monkeypat
     clock = Clock()
     monkeypatch.setattr(DraftLength.__init__, "__defaults__", ((0, 2), clock, None, 1))
     seen = []
+    ensemble = copy.deepcopy(ensemble)  # which has measured nothing yet
     monkeypatch.setattr(DraftLength, "checked", lambda self, count, seconds: seen.append((count, seconds)))
     force_length(monkeypatch, 2)
     with changed_logits(ensemble.members[1], lambda logits: setattr(clock, "now", clock.now + 3.0) or logits):
