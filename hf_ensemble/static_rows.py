@@ -235,6 +235,7 @@ class StaticBuffers:
         num_rows, num_new, num_logits = key
         packed = torch.zeros(num_rows, num_new + 1, dtype=torch.long, device=self.device)
         packed[:, -1] = -num_new
+        assert self._stream is not None
         graph = torch.cuda.CUDAGraph()
         # One step at a time runs, so all may use the same scratch memory.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
