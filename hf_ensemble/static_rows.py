@@ -263,9 +263,15 @@ class BufferPool:
         self._free: list[StaticBuffers] = []
         self._lock = threading.Lock()
 
-    def acquire(self, num_rows: int, capacity: int) -> StaticBuffers:
-        """Give buffers to one user, who hands them back by `release`."""
-        made_for = _fingerprint(self._member.model)
+    def acquire(self, num_rows: int, capacity: int, made_for: Any = None) -> StaticBuffers:
+        """Give buffers to one user, who hands them back by `release`.
+
+        Args:
+            num_rows: Number of rows.
+            capacity: Least number of slots a row.
+            made_for: The fingerprint of the model, for who has taken it in this call.
+        """
+        made_for = made_for or _fingerprint(self._member.model)
         with self._lock:
             for buffers in self._free:
                 # Graphs read weights where they were, also if buffers come back only after those were replaced.
@@ -406,7 +412,8 @@ class StaticRows:
 
     def _hold_buffers(self, num_rows: int, capacity: int) -> StaticBuffers:
         pool = self.member.buffer_pool
-        self._buffers = buffers = pool.acquire(num_rows, capacity)
+        made_for = None if self._buffers is None else self._buffers.made_for
+        self._buffers = buffers = pool.acquire(num_rows, capacity, made_for)
         self._give_back = weakref.finalize(self, pool.release, buffers)
         self._give_back.atexit = False
         return buffers

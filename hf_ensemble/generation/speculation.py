@@ -493,7 +493,7 @@ class SpeculativeDecoder:
         logits = self.states[index].logits(read.num_last, rows=read.wanted_rows)
         if logits.ndim == 2:
             logits = logits[:, None]
-        taken = logits[at_rows, at_columns].to(self._device, torch.float32)
+        taken = logits[at_rows, at_columns].to(self._device).float()
         if len(positions) < num_positions:
             spread = taken.new_zeros(num_positions, taken.shape[-1])
             taken = spread.index_copy_(0, positions, taken)

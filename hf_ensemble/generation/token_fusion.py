@@ -226,7 +226,8 @@ class TokenFusion:
         if not rows:
             return None
         places = [self._place_of[row] for row in rows]
-        return self._spread(self.states[index].logits(rows=places).to(device, torch.float32))
+        # In the member's own dtype, of which half as much may travel.
+        return self._spread(self.states[index].logits(rows=places).to(device).float())
 
     def _expand_prompts(self, waiting: Collection[int]) -> None:
         assert self._prompt_of_row is not None
