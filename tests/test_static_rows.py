@@ -84,10 +84,10 @@ def test_drafts_whose_ids_stay_on_the_device_change_no_text(method, length, stat
 
 
 @pytest.mark.filterwarnings("ignore:row .* ends after")
-@pytest.mark.parametrize("speculation", [None, "member-1"])
-def test_no_step_runs_ahead_of_the_last_position(speculation, static, monkeypatch):
+@pytest.mark.parametrize(("speculation", "length"), [(None, 0), ("member-1", 0), ("member-0", 8)])
+def test_no_step_runs_ahead_of_the_last_position(speculation, length, static, monkeypatch):
     """A position beyond a table of position embeddings would take a GPU down."""
-    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], 0))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], length))
     tokenizer = contracts.small()
     ensemble = make_ensemble(
         [tiny.tiny_gpt2(tokenizer, n_positions=32, seed=1), tiny.tiny_llama(tokenizer, seed=2)], [tokenizer] * 2

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,7 +95,7 @@ class MemberDrafter:
         self.member = member
         self._token_bytes = member.encoder.token_bytes
         no_token = (self._token_bytes.kinds == NO_TOKEN).nonzero()[0]
-        self._no_token = torch.as_tensor(no_token) if len(no_token) else None
+        self._no_token = torch.as_tensor(no_token, device=member.device) if len(no_token) else None
 
     def draft(self, state: MemberState[MemberContext], lengths: Sequence[int]) -> list[list[int]]:
         """Let the member write on in its own contexts, which stay as they are.
@@ -111,12 +110,8 @@ class MemberDrafter:
         contexts = list(state.contexts)
         drafts = [PlainContext(list(context.ids), context.num_kept) for context in contexts]
         active = [n for n, length in enumerate(lengths) if length > 0 and not contexts[n].sits_out]
-        if not active:
-            return [[] for _ in contexts]
         state.contexts = drafts  # type: ignore[assignment]
-        longest = max(len(context.ids) for context in contexts) + max(lengths)
-        limit = self.member.max_positions
-        if self.member.is_captured and len(active) == len(contexts) and (limit is None or longest <= limit):
+        if self.member.is_captured and len(active) == len(contexts):
             written = self._write_chained(state, drafts, lengths)
         else:
             written = self._write_one_by_one(state, drafts, lengths, active)
@@ -126,7 +121,7 @@ class MemberDrafter:
         return written
 
     def _write_chained(
-        self, state: MemberState[Any], drafts: Sequence[PlainContext], lengths: Sequence[int]
+        self, state: MemberState[MemberContext], drafts: Sequence[PlainContext], lengths: Sequence[int]
     ) -> list[list[int]]:
         """Write ids that the host sees only at the end, so that no step waits for it."""
         starts = [len(draft.ids) for draft in drafts]
@@ -145,7 +140,11 @@ class MemberDrafter:
         ]
 
     def _write_one_by_one(
-        self, state: MemberState[Any], drafts: Sequence[PlainContext], lengths: Sequence[int], active: list[int]
+        self,
+        state: MemberState[MemberContext],
+        drafts: Sequence[PlainContext],
+        lengths: Sequence[int],
+        active: list[int],
     ) -> list[list[int]]:
         limit = self.member.max_positions
         written: list[list[int]] = [[] for _ in drafts]
@@ -166,6 +165,5 @@ class MemberDrafter:
 
     def _best(self, logits: Tensor) -> Tensor:
         if self._no_token is not None:
-            self._no_token = self._no_token.to(logits.device)
             logits = logits.index_fill(-1, self._no_token, -torch.inf)
         return logits.argmax(-1)
