@@ -151,19 +151,18 @@ class RepackedRows:
 
     def __init__(self, member: "Member", num_rows: int):
         self.member = member
-        self.lengths = [0] * num_rows
-        self.cache = self._empty_cache()
+        self._begin(num_rows)
 
-    def _empty_cache(self) -> DynamicCache:
-        cache = DynamicCache(config=self.member.model.config)
+    def _begin(self, num_rows: int) -> None:
+        self.lengths = [0] * num_rows
+        self.cache = DynamicCache(config=self.member.model.config)
         windows = [
-            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0 for layer in cache.layers
+            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0 for layer in self.cache.layers
         ]
         # One mask serves all window layers, so they drop alike.
         self._window = max(windows, default=0)
-        cache.layers = [_WindowLayer(self._window) if window else _RoomyLayer() for window in windows]
-        cache.layer_class_to_replicate = _RoomyLayer
-        return cache
+        self.cache.layers = [_WindowLayer(self._window) if window else _RoomyLayer() for window in windows]
+        self.cache.layer_class_to_replicate = _RoomyLayer
 
     def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
         """Bring rows to their contexts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
@@ -196,7 +195,7 @@ class RepackedRows:
         known = [min(context.num_kept, length) for context, length in zip(contexts, self.lengths, strict=True)]
         nearer = [PlainContext(context.ids[: n + _MARGIN], n) for context, n in zip(contexts, known, strict=True)]
         if all(len(near.ids) == len(context.ids) for near, context in zip(nearer, contexts, strict=True)):
-            self.lengths, self.cache = [0] * len(contexts), self._empty_cache()
+            self._begin(len(contexts))
             return contexts
         self.forward(nearer, [1] * len(nearer))
         return [PlainContext(context.ids, len(near.ids)) for context, near in zip(contexts, nearer, strict=True)]

@@ -46,12 +46,9 @@ def assert_up_to_date(state, num_last=1):
     """The logits of every row are those of a state without a cache."""
     with torch.no_grad():
         found = state.logits(num_last)
-        expected = started_anew(state).logits(num_last)
+        contexts = [PlainContext(list(context.ids)) for context in state.contexts]
+        expected = MemberState(state.member, contexts, "recompute").logits(num_last)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-def started_anew(state):
-    return MemberState(state.member, [PlainContext(list(context.ids)) for context in state.contexts], "recompute")
 
 
 def window_layers(state):
