@@ -1077,13 +1077,13 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         method: TokenMethod
         if call.is_by_primary:
             ends = eos_ids_of(self._members, eos_ids)
-            method = PrimaryAlone(self.union_vocabulary, ends, self._mixing_device)
+            method = PrimaryAlone(self.union_vocabulary, ends, self._members[0].device)
         else:
             method = self._method(call.method, eos_ids)
         num_parameters = [member.model.num_parameters() for member in self._members]
-        drafters = call.speculation.drafters(sorted(call.weights.participants), num_parameters)
-        # What earlier calls of this kind have measured; each is used by one call at a time.
         participants = tuple(sorted(call.weights.participants))
+        drafters = call.speculation.drafters(participants, num_parameters)
+        # What earlier calls of this kind have measured; each is used by one call at a time.
         kind = (call.method, call.is_by_primary, call.speculation.name, participants, len(input_ids), method.device)
         draft_length = self._draft_lengths.pop(kind, None) or self._new_draft_length(
             drafters, participants, num_parameters
@@ -1124,6 +1124,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         running = sum(num_parameters[index] for index in participants)
         return DraftLength(
             shares={self._members[index].name: num_parameters[index] / running for index in drafters},
+            # The first three also capture graphs, of steps and of mixing.
             num_trials=4 if any(self._members[index].is_captured for index in participants) else 1,
         )
 
@@ -1136,13 +1137,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             return criteria
         return FollowingCriteriaList(criteria, call.fusion)
 
-    @property
-    def _mixing_device(self) -> torch.device:
-        """Where the primary's logits are."""
-        return self._members[0].device
-
     def _method(self, config: MethodConfig, eos_ids: list[int]) -> TokenMethod:
-        device = self._mixing_device
+        device = self._members[0].device
         key = (config, tuple(eos_ids), device)
         for other_key, other in list(self._methods.items()):
             if other_key != key:
