@@ -91,6 +91,7 @@ class PrimaryAlone(TokenMethod):
 
     resync: Resync = "append"
     is_wide = False
+    is_capturable = False
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Return the primary's logits; see `TokenMethod.mix`."""
@@ -548,7 +549,7 @@ class SpeculativeDecoder:
         """Where nothing is drafted, start the primary's next step before the host and the others follow."""
         self._num_quiet = 0 if any(chain.columns for chain in chains) else self._num_quiet + 1
         goes_on = any(len(self._rows[row].ids) + 1 < self._max_new for row in self._live)
-        if self._num_quiet > _NUM_QUIET and goes_on and 0 in self.states:
+        if self._num_quiet >= _NUM_QUIET and goes_on and 0 in self.states:
             first_ids = self.method.maps[0].first_id[columns]
             ids = torch.where(columns < self._width, columns, first_ids) if self._is_wide else columns
             self._is_primary_ahead = self.states[0].run_ahead(ids.to(self.members[0].device))
