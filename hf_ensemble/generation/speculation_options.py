@@ -52,9 +52,10 @@ class Speculation:
             num_parameters: Each member's size.
         """
         if self.is_auto:
-            dearest_first = sorted(participants, key=lambda index: num_parameters[index], reverse=True)
-            cheapest_of = {self._members[index].name: index for index in dearest_first}
-            return sorted(cheapest_of.values(), key=lambda index: num_parameters[index])
+            first_of: dict[str, int] = {}
+            for index in sorted(participants, key=lambda index: num_parameters[index]):
+                first_of.setdefault(self._members[index].name, index)
+            return list(first_of.values())
         return [n for n, member in enumerate(self._members) if member.name == self.name and not self.uses_ngrams][:1]
 
     def refuse(self, what: str, why: str, remedy: str) -> None:
