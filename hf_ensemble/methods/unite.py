@@ -63,11 +63,7 @@ class Unite(TokenMethod):
         ]
         top_k = min(self.top_k, max(row.shape[-1] for row in entries))
         values, ids = top_entries_of_each(entries, top_k)  # (M, B, k)
-        shares = (
-            weights.T[..., None]
-            if len(present) == len(logits)
-            else torch.stack([weights[:, n, None] for n in present])
-        )
+        shares = torch.stack([weights[:, index, None] for index in present])  # (M, B, 1)
         proposed = torch.stack([self.maps[index].to_union[own] for index, own in zip(present, ids, strict=True)])
         proposed = torch.where((values > -torch.inf) & (shares > 0), proposed, -1)
         keys = proposed.transpose(0, 1).flatten(1).sort(dim=-1).values  # (B, M * k), each row's entries and -1
