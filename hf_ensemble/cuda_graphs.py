@@ -14,7 +14,6 @@ from torch import Tensor
 _NUM_EAGER_STEPS = 2
 """Steps of the same shapes before a graph is captured: short calls need none, and they serve as its warm-up."""
 
-
 _MOST_GRAPHS = 16
 """Sets of shapes for which graphs are kept."""
 

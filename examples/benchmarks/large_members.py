@@ -85,8 +85,8 @@ def load(shapes: list[str], devices: list[str], folders: list[str]) -> Replaying
         with torch.device(devices[n % len(devices)]):
             torch.manual_seed(n)
             models.append(transformers.AutoModelForCausalLM.from_config(SHAPES[shape], dtype=torch.bfloat16).eval())
-    names = [MemberConfig(name=f"{shape}, member {n}") for n, shape in enumerate(shapes)]
-    ensemble = ReplayingEnsemble.from_members(models, tokenizers, member_configs=names)
+    configs = [MemberConfig(name=f"{shape}, member {n}") for n, shape in enumerate(shapes)]
+    ensemble = ReplayingEnsemble.from_members(models, tokenizers, member_configs=configs)
     ensemble.text_ids = tokenizers[0](TEXT).input_ids
     return ensemble
 
