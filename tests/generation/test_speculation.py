@@ -627,6 +627,8 @@ def test_of_members_that_share_a_name_only_the_cheapest_drafts():
         Speculation("twin", members)
     assert Speculation("auto", members).drafters([0, 1, 2], [30, 20, 10, 5]) == [2, 1]
     assert Speculation("other", members).drafters([0, 1, 2], [30, 20, 10, 5]) == [1]
+    for name in ("auto", "ngram"):
+        assert Speculation(name, [SimpleNamespace(name=name)] * 2).uses_ngrams
 
 
 def test_an_ensemble_of_recurrent_members_drafts_too(monkeypatch):
