@@ -346,6 +346,8 @@ class MemberState(Generic[C]):
         Returns:
             Whether it was started.
         """
+        if not self._lengths:
+            return False  # nothing has been read
         rows = self._rows
         if not isinstance(rows, StaticRows) or any(
             not len(context.ids) == length == context.num_kept

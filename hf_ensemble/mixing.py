@@ -89,7 +89,7 @@ def top_entries_of_each(logits: Sequence[Tensor], k: int) -> tuple[Tensor, Tenso
     ids = best_blocks.gather(-1, at // _BLOCK) * _BLOCK + at % _BLOCK
     for of_member, one in zip(ids, logits, strict=True):
         if one.shape[-1] % _BLOCK or one.shape[-1] < k:
-            # NaN may come after what fills up the blocks.
+            # Where a GPU sorts NaN with a sign behind what fills up the blocks, its id must still be one.
             of_member.clamp_max_(one.shape[-1] - 1)
     return values.gather(-1, at), ids
 
@@ -102,13 +102,15 @@ def _in_blocks(logits: Tensor, at_least: int) -> Tensor:
 
 
 def _first_best(values: Tensor, k: int) -> Tensor:
-    """Places of the k greatest values of every row, in their order; of equal ones the first come first."""
+    """Places of the k greatest values of every row, in their order; of equal ones the first come first, as does NaN."""
     values = values + 0.0  # without -0.0
     if values.is_cuda:
         # Of so few values faster than a search for the best.
         return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    bits = values.view(torch.int32)
-    order = 2**32 * (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() - torch.arange(values.shape[-1])
+    # The sign of NaN says nothing, but its bits have it.
+    bits = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
+    places = torch.arange(values.shape[-1], device=values.device)
+    order = 2**32 * (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() - places
     return order.topk(k, dim=-1).indices
 
 

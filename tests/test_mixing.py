@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 
-from hf_ensemble.mixing import Duplicates, fold, merge_duplicates, put_eos, top_entries
+from hf_ensemble.mixing import Duplicates, fold, merge_duplicates, put_eos, top_entries, top_entries_of_each
 
 INF = math.inf
 
@@ -149,6 +149,28 @@ def test_all_entries_may_be_asked_for():
 def test_rows_with_fewer_real_entries_than_asked_for_are_filled_with_the_lowest_ids():
     _, ids = top_entries(torch.tensor([[-INF, -INF, -INF, 0.0, -INF]]), 3)
     assert sorted(ids[0].tolist()) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("k", [1, 2, 10, 300, 1000])
+def test_members_of_any_widths_are_searched_at_once(k):
+    rows = [random_rows(2, width, seed=width).round() for width in (3, 127, 128, 129, 256, 1000)]
+    values, ids = top_entries_of_each(rows, k)
+    for row, of_member, found in zip(rows, values, ids, strict=True):
+        width = min(k, row.shape[-1])
+        assert found[:, :width].tolist() == [top_by_hand(one, width) for one in row.tolist()]
+        assert torch.equal(of_member[:, :width], row.gather(-1, found[:, :width]))
+        assert (of_member[:, width:] == -INF).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("width", [127, 128, 129, 256])
+@pytest.mark.parametrize("k", [1, 10, 200])
+def test_ids_of_nan_are_ids_of_the_member(k, width, sign):
+    """The sign of NaN depends on the processor and on how it came about."""
+    nan = torch.tensor(math.copysign(math.nan, sign))
+    values, ids = top_entries_of_each([nan.expand(1, width), random_rows(1, 3000)], k)
+    assert ids[0].max() < width
+    assert values[0, 0, 0].isnan()
 
 
 # fold

@@ -83,6 +83,15 @@ def test_drafts_whose_ids_stay_on_the_device_change_no_text(method, length, stat
     assert sum(found.speculation.drafted.values()) > 3 * length or not length
 
 
+@pytest.mark.parametrize("method", ["gac", "unite"])
+def test_a_primary_that_only_drafts_does_not_run_ahead_of_a_text_that_it_has_not_read(method, static, monkeypatch):
+    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], 0))
+    options = {"max_new_tokens": 12, "weights": [0, 1], "return_dict_in_generate": True}
+    found = text_of(pair(), method, speculation="member-0", **options)
+    assert found.sequences.tolist() == text_of(pair(), method, **options).sequences.tolist()
+    assert found.num_forwards[0] == 0
+
+
 @pytest.mark.filterwarnings("ignore:row .* ends after")
 @pytest.mark.parametrize(("speculation", "length"), [(None, 0), ("member-1", 0), ("member-0", 8)])
 def test_no_step_runs_ahead_of_the_last_position(speculation, length, static, monkeypatch):

@@ -221,7 +221,7 @@ class SpeculativeDecoder:
         own_prompts: What members read in place of the text of the prompt ids.
 
     Attributes:
-        states: The state of each member that runs, by member index.
+        states: The state of each member that may run, by member index.
         rounds: For each row, its rounds so far.
         logits_rows, scores_rows: What was kept: rows over the primary's ids, one `(batch_size, width)` a column.
     """
@@ -263,12 +263,9 @@ class SpeculativeDecoder:
         # Graphs are kept for each number of positions, of which a batch has too many.
         self._mix = CapturedMix(method) if len(prompt_ids) == 1 else method.mix
         participants = {*(weights != 0).any(0).nonzero()[:, 0].tolist(), *drafters}
-        if method.starts_from_primary:
-            participants.add(0)
         prompts = read_prompts(members, participants, method.resync, prompt_ids, prompt_mask, own_prompts)
-        contexts = dict(prompts.contexts)
-        if 0 in participants:
-            contexts = {0: [MemberContext.of_ids(self._encoder, ids) for ids in prompts.ids], **contexts}
+        # The primary stands in for members that sit out, whatever its weight.
+        contexts = {0: [MemberContext.of_ids(self._encoder, ids) for ids in prompts.ids], **prompts.contexts}
         self.states: dict[int, MemberState[MemberContext]] = {
             index: MemberState(members[index], rows, num_expected=max_new_tokens * 5 // 4 + draft_length.longest)
             for index, rows in contexts.items()
@@ -549,7 +546,7 @@ class SpeculativeDecoder:
         """Where nothing is drafted, start the primary's next step before the host and the others follow."""
         self._num_quiet = 0 if any(chain.columns for chain in chains) else self._num_quiet + 1
         goes_on = any(len(self._rows[row].ids) + 1 < self._max_new for row in self._live)
-        if self._num_quiet >= _NUM_QUIET and goes_on and 0 in self.states:
+        if self._num_quiet >= _NUM_QUIET and goes_on:
             first_ids = self.method.maps[0].first_id[columns]
             ids = torch.where(columns < self._width, columns, first_ids) if self._is_wide else columns
             self._is_primary_ahead = self.states[0].run_ahead(ids.to(self.members[0].device))

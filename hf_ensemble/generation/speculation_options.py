@@ -34,7 +34,7 @@ class Speculation:
                 f"`speculation` must be 'auto', 'ngram' or the name of a member ({', '.join(map(repr, names))}), but is "
                 f"{name!r}."
             )
-        if names.count(name) > 1:
+        if name not in (AUTO, NGRAM) and names.count(name) > 1:
             raise ConfigurationError(
                 f"`speculation={name!r}` names {names.count(name)} members ({', '.join(map(repr, names))}). Give each its "
                 "own name (`MemberConfig.name`), or pass `speculation='auto'`."

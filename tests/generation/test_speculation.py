@@ -1,6 +1,7 @@
 """Speculation: whatever is drafted, the text is that of the plain loop."""
 
 import copy
+import itertools
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -249,6 +250,24 @@ def test_a_member_may_sit_out_within_a_draft(method, monkeypatch):
     for _ in range(2):
         assert_same_output(run(ensemble, [[50]], speculation="ngram", **options), expected)
         stub.draft_from_now()
+
+
+@pytest.mark.parametrize("speculation", ["ngram", "member-0", "member-1"])
+def test_a_primary_without_weight_completes_a_character_that_nobody_else_can(speculation, monkeypatch):
+    """Written is the first byte of what the second one, which has no byte tokens, would write as a whole."""
+    force_length(monkeypatch)
+    first, second = tokenizer_of("byte-level"), tiny.sentencepiece_bpe(300, byte_fallback=False)
+    ids = [first.convert_tokens_to_ids(token) for token in _bytes_as_tokens("国")]
+    follows = dict(itertools.pairwise(ids))
+    models = [
+        tiny.ScriptedModel(first, lambda context: {follows.get(context[-1], 40): 1.0}),
+        tiny.ScriptedModel(second, [{second.convert_tokens_to_ids("国"): 1.0}]),
+    ]
+    options = {"method": "unite", "weights": [0, 1], "max_new_tokens": 9}
+    ensemble = make_ensemble(models, [first, second])
+    expected = run(ensemble, [[50]], **options)
+    assert expected.sequences[0, 1:].tolist() == 3 * ids
+    assert_same_output(run(ensemble, [[50]], speculation=speculation, **options), expected)
 
 
 def _bytes_as_tokens(text):
@@ -627,6 +646,8 @@ def test_of_members_that_share_a_name_only_the_cheapest_drafts():
         Speculation("twin", members)
     assert Speculation("auto", members).drafters([0, 1, 2], [30, 20, 10, 5]) == [2, 1]
     assert Speculation("other", members).drafters([0, 1, 2], [30, 20, 10, 5]) == [1]
+    for name in ("auto", "ngram"):
+        assert Speculation(name, [SimpleNamespace(name=name)] * 2).uses_ngrams
 
 
 def test_an_ensemble_of_recurrent_members_drafts_too(monkeypatch):
