@@ -5,6 +5,7 @@ Contracts decode greedily and change nothing that outlives them, so that many of
 
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,6 +114,16 @@ RECIPES = (
     Recipe((("mamba2", "gemma"), ("mamba2", "smol"))),
 )
 """For the contracts that lean on caches and positions."""
+
+
+def cases(recipes: Sequence[Recipe], methods: Sequence[str]) -> list[Any]:
+    """Recipes with methods: quick are every method on the first recipe and GaC on three, the others are marked slow."""
+    found = []
+    for recipe, method in itertools.product(recipes, methods):
+        is_quick = recipe is recipes[0] or (method == "gac" and recipe in recipes[:3])
+        marks = [] if is_quick else [pytest.mark.slow]
+        found.append(pytest.param(recipe, method, marks=marks, id=f"{recipe}-{method}"))
+    return found
 
 
 # --- Running and comparing ------------------------------------------------------------------------------------------

@@ -1,27 +1,17 @@
 """The contracts, for every method on unlike architectures and tokenizers."""
 
 import functools
-import itertools
 
 import pytest
 
 from hf_ensemble import EnsembleForCausalLM, EvaConfig
 from hf_ensemble.generation.draft_length import DraftLength
 from tests import contracts
+from tests.contracts import cases
 
 ALL = (*contracts.METHODS, *contracts.MAPPED, contracts.SPANS)
 FIRST = (*contracts.AVERAGING, contracts.SPANS)
 """Those whose contexts and caches the others share."""
-
-
-def cases(recipes, methods):
-    """Recipes with methods; what is left out of the quick run is marked slow."""
-    found = []
-    for recipe, method in itertools.product(recipes, methods):
-        is_quick = recipe is contracts.CORE_RECIPES[0] or (method == "gac" and recipe in contracts.CORE_RECIPES)
-        marks = [] if is_quick else [pytest.mark.slow]
-        found.append(pytest.param(recipe, method, marks=marks, id=f"{recipe}-{method}"))
-    return found
 
 
 @pytest.mark.parametrize(
