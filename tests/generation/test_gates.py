@@ -49,7 +49,7 @@ def only(ensemble, member):
     return lambda step, ids: [float(index == member) for index in range(len(ensemble.members))]
 
 
-def along(ensemble, rows, num_new=24, **options):
+def along(ensemble, rows, num_new=14, **options):
     """Distributions along a text that is written whatever the scores."""
     ids = ensemble.tokenizer(TEXT, add_special_tokens=False)["input_ids"][:num_new]
     prompt_length = rows["input_ids"].shape[1]
