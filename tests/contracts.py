@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TextStreamer, pipeline
 
-from hf_ensemble import EnsembleForCausalLM, MemberConfig, MemberError
+from hf_ensemble import EnsembleForCausalLM, MemberConfig, MemberError, SweetSpanConfig
 from tests import tiny
 from tests.reference import EOS, ReferenceMember
 
@@ -30,7 +30,9 @@ METHODS = (*AVERAGING, "deepen")
 MAPPED = ("mined", "eva")
 """Methods that move entries to the primary's, then average; all else that they do is tested with GaC."""
 
-SPANS = "sweetspan"
+SPANS = SweetSpanConfig(max_span_tokens=8)
+"""Random members hardly ever complete a word."""
+
 PROMPTS = ("The capital of France is", "The cat", "Once upon a time there was a king")
 NUM_NEW = 6
 CLOSE = 1e-4
@@ -116,13 +118,17 @@ RECIPES = (
 """For the contracts that lean on caches and positions."""
 
 
-def cases(recipes: Sequence[Recipe], methods: Sequence[str]) -> list[Any]:
+def name_of(method: Any) -> str:
+    return method if isinstance(method, str) else method.name
+
+
+def cases(recipes: Sequence[Recipe], methods: Sequence[Any]) -> list[Any]:
     """Recipes with methods: quick are every method on the first recipe and GaC on three, the others are marked slow."""
     found = []
     for recipe, method in itertools.product(recipes, methods):
         is_quick = recipe is recipes[0] or (method == "gac" and recipe in recipes[:3])
         marks = [] if is_quick else [pytest.mark.slow]
-        found.append(pytest.param(recipe, method, marks=marks, id=f"{recipe}-{method}"))
+        found.append(pytest.param(recipe, method, marks=marks, id=f"{recipe}-{name_of(method)}"))
     return found
 
 
@@ -151,7 +157,7 @@ def run(model, rows: Sequence[Sequence[int]] | dict[str, Tensor], **options: Any
         rows = {"input_ids": torch.tensor(rows), "attention_mask": torch.ones(len(rows), len(rows[0])).long()}
     settings = {"max_new_tokens": NUM_NEW, "do_sample": False, "return_dict_in_generate": True}
     method = options.get("method") or getattr(model.config, "method", None)
-    settings["output_logits"] = SPANS not in (method, getattr(method, "name", None))
+    settings["output_logits"] = SPANS.name not in (method, getattr(method, "name", None))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the primary .* wrote the control token")
         output = model.generate(**rows, **{**settings, **options})

@@ -64,11 +64,11 @@ def test_under_gac_all_weight_on_an_assistant_is_its_text(recipe):
     [
         (contracts.CORE_RECIPES[0], "unite"),
         (contracts.CORE_RECIPES[2], "gac"),
-        (contracts.CORE_RECIPES[1], "sweetspan"),
+        (contracts.CORE_RECIPES[1], contracts.SPANS),
         (contracts.CORE_RECIPES[0], "mined"),
         (contracts.CORE_RECIPES[1], "eva"),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, contracts.Recipe) else contracts.name_of(value),
 )
 def test_a_saved_and_loaded_ensemble_is_the_same(recipe, method, tmp_path):
     contracts.saved_and_loaded_is_the_same(recipe.ensemble, method, tmp_path)

@@ -31,7 +31,7 @@ def text_of(ensemble, method, **options):
     return ensemble.generate(**inputs, method=method, **{"max_new_tokens": 12, "do_sample": False, **options})
 
 
-@pytest.mark.parametrize("method", ["unite", contracts.SPANS])
+@pytest.mark.parametrize("method", ["unite", contracts.SPANS], ids=contracts.name_of)
 @pytest.mark.parametrize("contract", [*contracts.EVERYWHERE, *contracts.CORE], ids=lambda contract: contract.__name__)
 def test_contracts_hold(contract, method, static):
     if method == contracts.SPANS and contract is contracts.the_same_model_twice_is_that_model:
@@ -47,7 +47,7 @@ def test_contracts_hold(contract, method, static):
         ("unite", {"num_beams": 3}),
         ("gac", {"num_return_sequences": 2, "num_beams": 2}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else contracts.name_of(value),
 )
 def test_texts_are_those_of_a_cache_that_grows(method, options, monkeypatch):
     expected = text_of(pair(), method, **options)
