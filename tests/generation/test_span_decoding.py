@@ -621,8 +621,8 @@ def test_a_prompt_too_long_for_a_member_is_refused_before_any_forward(limited):
 def test_a_row_whose_positions_run_out_ends_with_a_warning(limited):
     ensemble = with_a_gpt2(limited)
     with pytest.warns(UserWarning, match=f"ends after .* member 'member-{limited}' has positions for 64"):
-        output = generate(ensemble, "xq" * 22, max_new_tokens=60)
-    assert output.shape[1] > len(ensemble.tokenizer("xq" * 22)["input_ids"])
+        output = generate(ensemble, "xq" * 20, max_new_tokens=60)
+    assert output.shape[1] > len(ensemble.tokenizer("xq" * 20)["input_ids"])
     if limited == 0:
         assert output.shape[1] <= 65
 
@@ -726,6 +726,16 @@ def test_what_a_lossy_member_rewrites_is_written_as_it_is_with_one_warning(name)
         assert text_of(ensemble, "ﬁle ＡＢ", max_new_tokens=120) == whole
     lossy_warnings = [one for one in caught if "does not read the text exactly" in str(one.message)]
     assert len(lossy_warnings) == 1
+
+
+def test_a_span_that_ends_inside_an_entry_of_the_primary_cannot_be_written():
+    """Its tokenizer begins no text with `##er`, and the second word ends inside an entry of several Thai words."""
+    tokenizer = tokenizer_of("wordpiece")
+    [long] = [i for token, i in tokenizer.get_vocab().items() if token.startswith("เรา")]
+    script = [{tokenizer.convert_tokens_to_ids("##er"): 1.0}, {long: 1.0}]
+    ensemble = members_of((tokenizer, script), (tokenizer, script), method=SweetSpanConfig(span_length=2))
+    with pytest.raises(MemberError, match="cannot write 'er เ'"):
+        generate(ensemble, "a", max_new_tokens=4)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
