@@ -290,10 +290,12 @@ def all_weight_on_an_assistant_is_its_text(ensemble: EnsembleForCausalLM, method
     """For GaC: the bytes are those of member 1 alone, kept to entries that the primary can write."""
     primary, alone = reference_member(ensemble, 0), reference_member(ensemble, 1)
     weights = [0, 1, *[0] * (len(ensemble.members) - 2)]
-    output = run(ensemble, prompt_rows(ensemble)[:1], method=method, weights=weights)
+    [row] = prompt_rows(ensemble)[:1]
+    output = run(ensemble, [row], method=method, weights=weights)
     found = b"".join(primary.token_bytes.get(i, b"") for i in new_ids(output, end_ids=primary.eos_ids))
 
-    ids, expected = [*alone.prompt_prefix, *alone.prompt_ids(PROMPTS[0])], b""
+    # What the primary's ids write: its tokenizer may have changed the text.
+    ids, expected = [*alone.prompt_prefix, *alone.prompt_ids(primary.text_of_prompt(row).decode())], b""
     while len(expected) < len(found):
         logits, _ = alone.entry_logits(ids)
         best = max((key for key in logits if key == EOS or primary.encode(key)), key=logits.get)

@@ -123,9 +123,10 @@ def test_the_shares_and_forwards_are_counted():
     ensemble = CORE_RECIPES[0].ensemble
     row = prompt_rows(ensemble)[:1]
     with sharpened(ensemble.members[0], 8.0):
-        sureness = [step.softmax(-1).max().item() for step in run(ensemble.members[0], row, max_new_tokens=12).logits]
         rows = {"input_ids": torch.tensor(row), "attention_mask": torch.ones(1, len(row[0])).long()}
-        found = along(ensemble, rows, method=GacConfig(threshold=sorted(sureness)[6]))
+        alone = along(ensemble, rows, method="gac", weights=only(ensemble, 0))
+        threshold = torch.stack([step.exp().max() for step in alone.logits]).median().item() + 1e-6
+        found = along(ensemble, rows, method=GacConfig(threshold=threshold))
     num_steps = len(found.logits)
     num_open = round(found.share_ensembled[0] * num_steps)
     assert 0 < num_open < num_steps
