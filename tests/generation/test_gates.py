@@ -31,12 +31,13 @@ BY_TURNS = [
         (n + turn) % 2,
         METHODS[("gac", "unite")[(n // 2 + turn) % 2]],
         id=f"{recipe}, {turn}",
-        marks=[pytest.mark.slow] * turn,
+        marks=[pytest.mark.slow] * (turn or n > 3),
     )
     for n, recipe in enumerate(RECIPES)
     for turn in (0, 1)
 ]
-"""Every recipe with both members as the gate and both methods, but not with all combinations of these."""
+"""Every recipe with both members as the gate and both methods, but not with all combinations of these; quick are once
+each kind of cache."""
 TEXT = " the king of France had a cat, and the cat had 3 lives: naïve ones."
 
 
