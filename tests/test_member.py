@@ -98,7 +98,7 @@ def test_the_cache_mode_is_the_one_that_works(architecture):
 
 
 @each_architecture
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_that_grow_roll_back_move_and_end_are_always_up_to_date(architecture, seed):
     """At random, from short to well past the windows."""
     source = random.Random(seed)
