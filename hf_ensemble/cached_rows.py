@@ -366,7 +366,7 @@ class SeparateRows:
         taken: set[int] = set()
         selected = []
         for row in rows:
-            selected.append(copy.deepcopy(self._rows[row]) if row in taken else self._rows[row])
+            selected.append(self._rows[row].twin() if row in taken else self._rows[row])
             taken.add(row)
         self._rows = selected
 
@@ -393,8 +393,15 @@ class _SeparateRow:
     def hold(self) -> None:
         self._held = self._snapshots[-1] if self._snapshots else None
 
+    def twin(self) -> "_SeparateRow":
+        # Snapshots never change, so both may hold the same ones.
+        twin = copy.copy(self)
+        twin._snapshots = list(self._snapshots)
+        twin.cache = copy.deepcopy(self.cache)
+        return twin
+
     def fork(self) -> "_SeparateRow":
-        # Snapshots never change, so both may hold the same ones; the state itself is restored from the last of them.
+        # The state itself is restored from the last snapshot.
         twin = copy.copy(self)
         twin._snapshots = list(self._snapshots)
         twin.cache, twin.logits = None, None

@@ -23,6 +23,15 @@ logger = logging.getLogger(__name__)
 
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 
+_PROBE_STEPS = (
+    ((0, 4), (2, 3)),
+    ((0, 5), (2, 6)),
+    ((1, 6), (2, 5)),
+    ((1, 6), (2, 7)),
+    ((1, 7), (2, 8)),
+)
+"""Of which text two rows hold how many ids, at steps that grow, roll back and branch off."""
+
 
 class Member:
     """A causal language model with its tokenizer, as an ensemble sees it.
@@ -151,7 +160,7 @@ class Member:
         token by token (recurrent and hybrid models). `recompute`: no cache.
         """
         with torch.no_grad():
-            expected = self._probe_logits("recompute")
+            expected = self._expected_probe_logits()
             if not bool(expected.isfinite().all()):
                 raise MemberError(
                     f"member {self.name!r} gave NaN or infinite logits before step 1, on ten ids that were tried (its "
@@ -210,22 +219,28 @@ class Member:
         # A copy makes its buffers anew: they hold graphs of a device.
         return {key: value for key, value in vars(self).items() if key != "buffer_pool"}
 
-    def _probe_logits(self, mode: str) -> Tensor:
-        """Logits along steps that grow, roll back and reorder two rows of unequal length."""
+    def _probe_texts(self) -> list[list[int]]:
         text_ids = (self.encoder.token_bytes.kinds != CONTROL).nonzero()[0]
         ids = [int(text_ids[(n * 7919 + 13) % len(text_ids)]) for n in range(10)]
-        rows = [PlainContext(ids[:4]), PlainContext(ids[2:5])]
+        return [ids[:5], [*ids[:3], *ids[6:]], ids[2:]]
+
+    def _expected_probe_logits(self) -> Tensor:
+        """What `_probe_logits` has to give, from one forward for each text."""
+        texts = self._probe_texts()
+        state = MemberState(self, [PlainContext(ids) for ids in texts], "recompute")
+        logits = state.logits([len(ids) for ids in texts])  # (num_texts, longest, vocab_size), at the right edge
+        seen = [torch.stack([logits[text, num - 1 - len(texts[text])] for text, num in step]) for step in _PROBE_STEPS]
+        return torch.stack(seen).float()
+
+    def _probe_logits(self, mode: str) -> Tensor:
+        """Logits of two rows along the steps, of shape `(num_steps, 2, vocab_size)`."""
+        texts = self._probe_texts()
+        rows = [PlainContext(texts[text][:num]) for text, num in _PROBE_STEPS[0]]
         state = MemberState(self, rows, mode)
         seen = [state.logits()]
-        rows[0].change(ids[:5])
-        rows[1].change(ids[2:8])
-        seen.append(state.logits())
-        rows[0].change([*ids[:3], *ids[6:9]])
-        rows[1].change(ids[2:7])
-        seen.append(state.logits())
-        for n in (9, 10):
-            rows[0].change([*ids[:3], *ids[6:n]])
-            rows[1].change(ids[2:n])
+        for step in _PROBE_STEPS[1:]:
+            for row, (text, num) in zip(rows, step, strict=True):
+                row.change(texts[text][:num])
             seen.append(state.logits())
         return torch.stack(seen).float()
 

@@ -632,7 +632,7 @@ def test_the_stock_pipeline_takes_conversations(saved, source):
 
 
 def test_two_threads_are_each_alone():
-    """H6: 20 rounds of different conversations in one ensemble."""
+    """H6: Ten rounds of different conversations in one ensemble."""
     ensemble = llamas(SMOL, TURN, BASE)
 
     def answer(chat, count):
@@ -643,7 +643,7 @@ def test_two_threads_are_each_alone():
     found: list[list] = [[], []]
 
     def work(n):
-        for _ in range(20):
+        for _ in range(10):
             found[n].append(answer(*jobs[n]))
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
@@ -651,7 +651,7 @@ def test_two_threads_are_each_alone():
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert found == [[expected[0]] * 20, [expected[1]] * 20]
+    assert found == [[expected[0]] * 10, [expected[1]] * 10]
 
 
 # --- Prompts per member ---------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_numbers_are_those_of_the_members_own_softmax_along_the_text(ensemble, m
         probs = logits.masked_fill(is_out, -torch.inf).softmax(-1)
         said = decision.members[0]
         assert said.best[0].probability == pytest.approx(max_of_entries(ensemble, 0, probs), rel=1e-4)
-        if len(decision.ids) == 1:
+        if len(decision.ids) == 1 and decision is not output.decisions[0][-1]:  # the last entry may be cut
             assert said.probability == pytest.approx(mass_of(ensemble, probs, decision.data), rel=1e-4, abs=1e-9)
         if len(written) == start:
             check_assistant(ensemble, ensemble.tokenizers[1]("The cat sat")["input_ids"], decision)

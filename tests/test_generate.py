@@ -20,6 +20,7 @@ from transformers import (
 from hf_ensemble import ConfigurationError, GacConfig, MemberError, UniteConfig
 from hf_ensemble.config import method_config
 from tests import tiny
+from tests.bug_bank.kit import methods_by_turns
 from tests.contracts import (
     AVERAGING,
     CORE_RECIPES,
@@ -278,7 +279,7 @@ def test_warpers_follow_the_formula_after_fusion(method, case):
     assert probs.sum().item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("method", "case"), [("gac", "all"), ("unite", "plain")])
+@pytest.mark.parametrize(("method", "case"), [("gac", "all"), pytest.param("unite", "plain", marks=pytest.mark.slow)])
 def test_draws_have_the_frequencies_of_the_formula(method, case):
     """Fails by chance with probability below 1e-2 a seed: a frequency's standard deviation is at most 0.36 %."""
     output = sample(method, case, num_return_sequences=NUM_DRAWS)
@@ -834,9 +835,9 @@ def failing_criterion(error):
     return criterion
 
 
-@each_method
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["streamer", "criterion", "processor", "primary", "assistant"])
+@methods_by_turns(
+    error=[RuntimeError, KeyboardInterrupt], place=["streamer", "criterion", "processor", "primary", "assistant"]
+)
 def test_a_call_after_a_failure_at_the_third_step_is_as_if_nothing_had_been(ensemble, rows, method, place, error):
     expected = run(ensemble, rows, method=method)
 

@@ -2,10 +2,11 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -316,22 +317,43 @@ def _learn_merges(
     return _bpe_merges(tuple(word for text in normalized for word, _ in split.pre_tokenize_str(text)), max_merges)
 
 
-@functools.cache
 def _bpe_merges(words: tuple[str, ...], max_merges: int) -> tuple[tuple[str, str], ...]:
     """The textbook algorithm, because the trainers of `tokenizers` are not the same in every run and version."""
-    symbols = [list(word) for word in words]
-    merges = []
-    while len(merges) < max_merges:
-        pairs = Counter(pair for word in symbols for pair in pairwise(word))
-        best = min(pairs, key=lambda pair: (-pairs[pair], pair), default=None)
-        if pairs[best] < 2:
-            break
-        merges.append(best)
-        for word in symbols:
-            for at in range(len(word) - 2, -1, -1):
-                if tuple(word[at : at + 2]) == best:
-                    word[at : at + 2] = ["".join(best)]
-    return tuple(merges)
+    learned, learning = _learner(words)
+    learned.extend(islice(learning, max(0, max_merges - len(learned))))
+    return tuple(learned[:max_merges])
+
+
+@functools.cache
+def _learner(words: tuple[str, ...]) -> tuple[list[tuple[str, str]], Iterator[tuple[str, str]]]:
+    """The merges that were learned so far, and those to come: few merges are the first of many."""
+    return [], _merges(words)
+
+
+def _merges(words: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    times = Counter(words)
+    symbols = {word: list(word) for word in times}
+    pairs: Counter = Counter()
+    for word, n in times.items():
+        for pair in pairwise(word):
+            pairs[pair] += n
+    while pairs:
+        most = max(pairs.values())
+        if most < 2:
+            return
+        best = min(pair for pair, n in pairs.items() if n == most)
+        yield best
+        for word, parts in symbols.items():
+            places = [at for at in range(len(parts) - 2, -1, -1) if parts[at] == best[0] and parts[at + 1] == best[1]]
+            if not places:
+                continue
+            for pair in pairwise(parts):
+                pairs[pair] -= times[word]
+            for at in places:
+                if tuple(parts[at : at + 2]) == best:
+                    parts[at : at + 2] = ["".join(best)]
+            for pair in pairwise(parts):
+                pairs[pair] += times[word]
 
 
 def _assemble(base: Sequence[str], merges: Iterable[tuple[str, str]], vocab_size: int, holes: Sequence[int]):
@@ -461,12 +483,22 @@ def tiny_bert(vocab: PreTrainedTokenizerBase | int, **options) -> BertModel:
 
 def save_pair(folder: Path, *names: str) -> list[str]:
     """Save two small models with unlike tokenizers in folders of these names, and return their paths."""
-    paths = []
-    for name, tokenizer, make in zip(names, (smol_like(), gemma_like()), (tiny_llama, tiny_gemma3), strict=True):
-        paths.append(str(folder / name))
-        make(tokenizer).save_pretrained(paths[-1])
-        tokenizer.save_pretrained(paths[-1])
-    return paths
+    for name, files in zip(names, _saved_pair(), strict=True):
+        (folder / name).mkdir(parents=True)
+        for file, content in files.items():
+            (folder / name / file).write_bytes(content)
+    return [str(folder / name) for name in names]
+
+
+@functools.cache
+def _saved_pair() -> list[dict[str, bytes]]:
+    found = []
+    for tokenizer, make in ((smol_like(), tiny_llama), (gemma_like(), tiny_gemma3)):
+        with TemporaryDirectory() as folder:
+            make(tokenizer).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            found.append({path.name: path.read_bytes() for path in Path(folder).iterdir()})
+    return found
 
 
 def rows_of(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -338,7 +338,7 @@ class SpanDecoder:
         candidates = [
             SpanCandidate(data, has_eos, tuple(members))
             for (data, has_eos), members in proposers.items()
-            if (0 in members or self._encoder.encode(data) is not None)
+            if self._can_be_written(data, proposals[0].ids[place] if 0 in members else None)
             and (self.end_ids or not has_eos)
             and not self._ends_too_early(place, data)
         ]
@@ -351,6 +351,10 @@ class SpanDecoder:
         if not candidates:
             raise self._no_candidate(place, proposers)
         return candidates
+
+    def _can_be_written(self, data: bytes, own: Sequence[int] | None) -> bool:
+        """Whether the primary's tokenizer writes a span, or the primary itself has, with these ids."""
+        return self._encoder.encode(data) is not None or (own is not None and self._written_as(own, data) is not None)
 
     def _no_candidate(self, place: int, proposed: Iterable[tuple[bytes, bool]]) -> MemberError:
         row, primary = self._rows[place], self.members[0].name
@@ -388,7 +392,7 @@ class SpanDecoder:
                 context = prefix.copy()
                 if index == 0 and self._encoder.encode(candidate.data) is None:
                     # What its tokenizer would never encode like that is written as the primary itself wrote it.
-                    context.ids += self._written_as(own, candidate.data)
+                    context.ids += self._written_as(own, candidate.data) or []
                 else:
                     context.write(candidate.data)
                 new = context.ids[len(prefix.ids) :]
@@ -404,10 +408,10 @@ class SpanDecoder:
                 readings[-1].append(reading)
         return readings
 
-    def _written_as(self, ids: Sequence[int], data: bytes) -> list[int]:
-        """The first of the primary's ids that write `data`."""
-        count = next(n for n in range(len(ids) + 1) if self._encoder.token_bytes.write(ids[:n]) == data)
-        return list(ids[:count])
+    def _written_as(self, ids: Sequence[int], data: bytes) -> list[int] | None:
+        """The first of the primary's ids that write `data`; None where it ends inside what one of them writes."""
+        counts = range(len(ids) + 1)
+        return next((list(ids[:n]) for n in counts if self._encoder.token_bytes.write(ids[:n]) == data), None)
 
     def _drop_too_long(
         self, candidates: Sequence[list[SpanCandidate]], readings: Mapping[int, Sequence[list[_Reading]]]

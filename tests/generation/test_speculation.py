@@ -628,7 +628,7 @@ def test_what_cannot_be_drafted_is_refused_or_decoded_plainly(name, ensemble, ba
 
 def test_allowed_ids_are_no_obstacle_for_one_row(ensemble, row, monkeypatch):
     force_length(monkeypatch)
-    options = {"prefix_allowed_tokens_fn": lambda row, ids: list(range(30, 60)), "max_new_tokens": 6}
+    options = {"prefix_allowed_tokens_fn": lambda row, ids: list(range(30, 60)), "max_new_tokens": 6, "method": "gac"}
     assert_same_output(run(ensemble, row, speculation="member-0", **options), run(ensemble, row, **options))
 
 

@@ -439,8 +439,14 @@ UNBROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("unigram", "wordpiece"))])
-@pytest.mark.parametrize("text", UNBROKEN)
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        pytest.param(text, name, id=f"{text}-{name}", marks=[pytest.mark.slow] * ((n + turn) % 2))
+        for n, text in enumerate(UNBROKEN)
+        for turn, name in enumerate(name for name in FAMILIES if not name.startswith(("unigram", "wordpiece")))
+    ],
+)
 def test_a_long_text_without_spaces_is_encoded_as_a_whole_would_be(name, text, monkeypatch):
     encoder = family_encoder(name)
     longest = 0
