@@ -105,9 +105,13 @@ class MemberDrafter:
             lengths: For each row, at most how many ids are wanted.
 
         Returns:
-            For each row, the member's ids, up to where it wrote a control token.
+            For each row, the member's ids, up to where it wrote a control token; none where a row has more ids than
+            the member has positions.
         """
         contexts = list(state.contexts)
+        limit = self.member.max_positions
+        if limit is not None and max(len(context.ids) for context in contexts) > limit:
+            return [[] for _ in contexts]
         drafts = [PlainContext(list(context.ids), context.num_kept) for context in contexts]
         active = [n for n, length in enumerate(lengths) if length > 0 and not contexts[n].sits_out]
         state.contexts = drafts  # type: ignore[assignment]

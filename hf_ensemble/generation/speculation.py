@@ -262,7 +262,8 @@ class SpeculativeDecoder:
         self._device = method.device
         # Graphs are kept for each number of positions, of which a batch has too many.
         self._mix = CapturedMix(method) if len(prompt_ids) == 1 else method.mix
-        participants = {*(weights != 0).any(0).nonzero()[:, 0].tolist(), *drafters}
+        self._deciding = {0, *(weights != 0).any(0).nonzero()[:, 0].tolist()}
+        participants = self._deciding.union(drafters)
         prompts = read_prompts(members, participants, method.resync, prompt_ids, prompt_mask, own_prompts)
         # The primary stands in for members that sit out, whatever its weight.
         contexts = {0: [MemberContext.of_ids(self._encoder, ids) for ids in prompts.ids], **prompts.contexts}
@@ -429,8 +430,9 @@ class SpeculativeDecoder:
         return after
 
     def _is_full(self, index: int, length: int) -> bool:
+        """Whether so many ids are too many for a member. One that only drafts stops drafting then."""
         limit = self.members[index].max_positions
-        return limit is not None and length > limit
+        return limit is not None and length > limit and index in self._deciding
 
     # Reading
 

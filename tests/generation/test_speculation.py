@@ -326,6 +326,20 @@ def test_a_member_without_weight_may_draft(ensemble, row, monkeypatch):
     assert expected.num_forwards[2] == 0
 
 
+@pytest.mark.parametrize("method", ["gac", "unite"])
+def test_a_drafter_without_weight_and_positions_left_stops_drafting(method, monkeypatch):
+    force_length(monkeypatch)
+    models = [tiny.tiny_llama(small()), tiny.tiny_llama(large(), seed=1), tiny.tiny_gpt2(large(), n_positions=12)]
+    ensemble = make_ensemble(models, [small(), large(), large()], weights=[0.5, 0.5, 0])
+    rows = prompt_rows(ensemble, PROMPTS[1::-1])
+    options = {"method": method, "max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
+    for inputs in (rows[:1], padded(rows, fill=lambda n: 0)):
+        expected = run(ensemble, inputs, **options)
+        found = run(ensemble, inputs, speculation="member-2", **options)
+        assert_same_output(found, expected)
+        assert found.speculation.drafted["member-2"] > 0
+
+
 # --- What is run ----------------------------------------------------------------------------------------------------
 
 
