@@ -38,6 +38,21 @@ def started(member, *rows):
     return MemberState(member, [PlainContext(list(row)) for row in rows], "repack")
 
 
+def write_on(state, *ids):
+    """Let every row go on with these ids."""
+    for context in state.contexts:
+        context.change([*context.ids, *ids])
+
+
+def grown(member, *rows):
+    """A state that has read these rows, and one id more in a step of its own."""
+    state = started(member, *rows)
+    state.logits()
+    write_on(state, 50)
+    state.logits()
+    return state
+
+
 def draw(source, count):
     return [source.randrange(10, 250) for _ in range(count)]
 
@@ -148,11 +163,7 @@ def test_rows_that_grow_roll_back_move_fork_and_come_back_are_always_up_to_date(
 
 @each_member
 def test_a_short_roll_back_runs_only_what_is_new(member):
-    state = started(member, range(10, 40), range(20, 35))
-    state.logits()
-    for context in state.contexts:
-        context.change([*context.ids, 50])
-    state.logits()
+    state = grown(member, range(10, 40), range(20, 35))
     for context, count in zip(state.contexts, (MARGIN, 1), strict=True):
         context.change([*context.ids[:-count], *range(60, 60 + count)])
     assert ids_run(state) == [MARGIN]
@@ -164,8 +175,7 @@ def test_what_the_last_forward_added_can_be_rolled_back(member):
     """As branches of a text do that was read at once."""
     state = started(member, range(10, 30), range(20, 50))
     state.logits()
-    for context in state.contexts:
-        context.change([*context.ids, *range(60, 75)])
+    write_on(state, *range(60, 75))
     state.logits()
     fork = state.fork([1, 0])
     fork.follow([PlainContext([*range(20, 50), 60, 90]), PlainContext([*range(10, 30), 91])])
@@ -178,16 +188,11 @@ def test_what_the_last_forward_added_can_be_rolled_back(member):
 @pytest.mark.parametrize("with_others", [True, False])
 def test_rows_that_need_what_was_dropped_are_computed_from_their_beginning(member, with_others):
     rows = [range(10, 50), range(20, 45)][: 1 + with_others]
-    state = started(member, *rows)
-    state.logits()
-    for context in state.contexts:
-        context.change([*context.ids, 50])
-    state.logits()
+    state = grown(member, *rows)
     state.contexts[0].change(list(range(10, 35)))
     assert ids_run(state) == [26 if with_others else 25]
     assert_up_to_date(state)
-    for context in state.contexts:
-        context.change([*context.ids, 51])
+    write_on(state, 51)
     assert ids_run(state) == [1]
     assert_up_to_date(state)
 
@@ -207,8 +212,7 @@ def test_others_do_not_begin_anew_when_a_row_catches_up(member):
     state = started(member, range(10, 50), range(20, 45))
     state.logits()
     for last in range(50, 60):
-        for context in state.contexts:
-            context.change([*context.ids, last])
+        write_on(state, last)
         state.logits(rows=[0])
     assert ids_run(state) == [MARGIN, MARGIN, 4]
     assert_up_to_date(state)
@@ -216,11 +220,7 @@ def test_others_do_not_begin_anew_when_a_row_catches_up(member):
 
 @each_member
 def test_a_row_that_is_replaced_needs_nothing_that_was_dropped(member):
-    state = started(member, range(10, 50), range(20, 45))
-    state.logits()
-    for context in state.contexts:
-        context.change([*context.ids, 50])
-    state.logits()
+    state = grown(member, range(10, 50), range(20, 45))
     state.contexts[1].change([70, 71])
     assert ids_run(state) == [2]
     assert_up_to_date(state)
