@@ -394,18 +394,21 @@ class _SeparateRow:
         self._held = self._snapshots[-1] if self._snapshots else None
 
     def twin(self) -> "_SeparateRow":
-        # Snapshots never change, so both may hold the same ones.
-        twin = copy.copy(self)
-        twin._snapshots = list(self._snapshots)
+        twin = self._with_same_snapshots()
         twin.cache = copy.deepcopy(self.cache)
         return twin
 
     def fork(self) -> "_SeparateRow":
         # The state itself is restored from the last snapshot.
-        twin = copy.copy(self)
-        twin._snapshots = list(self._snapshots)
+        twin = self._with_same_snapshots()
         twin.cache, twin.logits = None, None
         twin.length = self.length + 1
+        return twin
+
+    def _with_same_snapshots(self) -> "_SeparateRow":
+        # Snapshots never change, so both may hold the same ones.
+        twin = copy.copy(self)
+        twin._snapshots = list(self._snapshots)
         return twin
 
     def roll_back(self, num_kept: int) -> None:

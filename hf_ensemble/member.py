@@ -370,7 +370,7 @@ class MemberState(Generic[C]):
         ):
             return False
         limit = self.member.max_positions
-        if limit is not None and max(self._lengths, default=0) >= limit:
+        if limit is not None and max(self._lengths) >= limit:
             return False
         logits = rows.run_ahead(last_ids)
         if logits is None:

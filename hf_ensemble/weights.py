@@ -131,7 +131,7 @@ def _losses_per_byte(member: Member, rows: Sequence[Sequence[int]]) -> Tensor:
             )
     contexts = [PlainContext([]) for _ in rows]
     state = MemberState(member, contexts)
-    no_token = torch.as_tensor(token_bytes.kinds == NO_TOKEN)
+    no_token = torch.as_tensor(token_bytes.kinds == NO_TOKEN, device=member.device)
     totals = torch.zeros(len(rows), dtype=torch.float64)
     piece = max(1, _MAX_LOGITS // (len(rows) * member.vocab_size))
     for start in range(0, max(map(len, rows)) - 1, piece):
@@ -142,7 +142,7 @@ def _losses_per_byte(member: Member, rows: Sequence[Sequence[int]]) -> Tensor:
         width = max(num_new)
         logits = state.logits([max(1, n) for n in num_new])
         logits = logits.reshape(len(rows), -1, logits.shape[-1])[:, -width:]  # (num_rows, width, V)
-        logprobs = logits.float().masked_fill(no_token.to(logits.device), -torch.inf).log_softmax(-1)
+        logprobs = logits.float().masked_fill(no_token, -torch.inf).log_softmax(-1)
         targets = torch.tensor([[0] * (width - n) + list(ids[1:]) for n, ids in zip(num_new, new, strict=True)])
         chosen = logprobs.gather(-1, targets.to(logits.device)[..., None])[..., 0].cpu().double()
         counts = torch.tensor(

@@ -438,12 +438,12 @@ def _score_alone(
     texts = {row: ForcedText.of_ids(*pair) for row, pair in enumerate(rows)}
     _check_positions([member], {0: texts}, numbers)
     forced = ForcedMember(member, texts)
-    no_token = torch.as_tensor(member.encoder.token_bytes.kinds == NO_TOKEN)
+    no_token = torch.as_tensor(member.encoder.token_bytes.kinds == NO_TOKEN, device=member.device)
     log_probs, is_greedy = [0.0] * len(rows), [True] * len(rows)
     for steps in _advance([forced], [len(continuation) for _, continuation in rows], member.vocab_size):
         logits = forced.take(steps).float()
         if not all_columns:
-            logits = logits.masked_fill(no_token.to(logits.device), -torch.inf)
+            logits = logits.masked_fill(no_token, -torch.inf)
         targets = torch.tensor([rows[row][1][step] for row, step in steps], device=logits.device)
         normalizers = log_normalizer(logits)
         own = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]

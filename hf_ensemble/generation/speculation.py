@@ -549,8 +549,7 @@ class SpeculativeDecoder:
         self._num_quiet = 0 if any(chain.columns for chain in chains) else self._num_quiet + 1
         goes_on = any(len(self._rows[row].ids) + 1 < self._max_new for row in self._live)
         if self._num_quiet >= _NUM_QUIET and goes_on:
-            first_ids = self.method.maps[0].first_id[columns]
-            ids = torch.where(columns < self._width, columns, first_ids) if self._is_wide else columns
+            ids = self.method.primary_ids(columns) if self._is_wide else columns
             self._is_primary_ahead = self.states[0].run_ahead(ids.to(self.members[0].device))
 
     def _choose_one_by_one(

@@ -284,9 +284,7 @@ class TokenFusion:
             return scores
         chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(-1)
         self._chosen = chosen
-        first = self.method.maps[0].first_id[chosen]
-        # EOS ids, the primary's control tokens, are no entries but stand under their own numbers.
-        ids = torch.where(chosen < self._width, chosen, first)
+        ids = self.method.primary_ids(chosen)
         if queued:
             rows = torch.tensor(list(queued), device=ids.device)
             ids[rows] = torch.tensor(list(queued.values()), device=ids.device)

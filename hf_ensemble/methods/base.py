@@ -156,6 +156,12 @@ class TokenMethod(ABC):
         """Union entries that the primary cannot write."""
         return (self.maps[0].first_id[self.union.primary_size : -1] < 0).nonzero()[:, 0] + self.union.primary_size
 
+    def primary_ids(self, columns: Tensor) -> Tensor:
+        """The primary's id that each of these columns is written with first."""
+        first = self.maps[0].first_id[columns]
+        # EOS ids, the primary's control tokens, are no entries but stand under their own numbers.
+        return torch.where(columns < self.union.primary_size, columns, first)
+
     def masked(self, logits: Tensor, member: int) -> Tensor:
         """Set the logits of ids that take no part to `-inf`."""
         maps = self.maps[member]
