@@ -5,6 +5,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -381,6 +382,10 @@ class MemberState(Generic[C]):
         for context in self.contexts:
             context.num_kept += 1
         return True
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Launch what follows on the device beside everything else, where the cache allows; the rows must have been read."""
+        return self._rows.beside() if isinstance(self._rows, StaticRows) else nullcontext()
 
     def _collect(self) -> None:
         if self._is_pending:

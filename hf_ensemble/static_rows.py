@@ -9,7 +9,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +58,17 @@ def masks_of(member: "Member") -> Masks:
     if not kinds <= set(windows):
         raise MemberError(f"it has layers of kinds {sorted(kinds - set(windows))}")
     dtype = member.model.dtype
+    # Attention would make numbers of a mask of booleans in every layer. But they must be of the dtype that it computes in.
+    dtypes = {parameter.dtype for parameter in member.model.parameters() if parameter.is_floating_point()}
+    is_additive = implementation == "eager" or dtypes == {dtype}
 
     def mask(positions: Tensor, capacity: int, window: int | None) -> Tensor:
         slots = torch.arange(capacity, device=positions.device)
         seen = slots <= positions[..., None]  # (num_rows, num_new, capacity)
         if window is not None:
             seen &= slots > positions[..., None] - window
-        if implementation == "eager":
-            return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+        if is_additive:
+            seen = torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
         return seen[:, None]
 
     def masks(positions: Tensor, capacity: int) -> Any:
@@ -191,9 +194,23 @@ class StaticBuffers:
         """Let what is launched from now on come after the last step."""
         if self._is_running:
             assert self._stream is not None
-            with lock_of(self._stream):
-                torch.cuda.current_stream(self.device).wait_stream(self._stream)
-            self._is_running = False
+            current = torch.cuda.current_stream(self.device)
+            if current != self._stream:
+                with lock_of(self._stream):
+                    current.wait_stream(self._stream)
+                self._is_running = False
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launch on the stream of the steps, after all that has been launched, so that nothing else comes after it."""
+        if self._stream is None:
+            yield
+            return
+        with lock_of(self._stream):
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                yield
+            self._is_running = True
 
     def take(self, other: "StaticBuffers", rows: Sequence[int], into: Sequence[int], length: int) -> None:
         """Copy the first `length` slots of rows of `other`, which may be this one, into rows `into` of this one."""
@@ -350,6 +367,11 @@ class StaticRows:
         logits = self._run(torch.tensor([[0, start] for start in starts]), 1, last_ids)
         self.lengths = [length + 1 for length in self.lengths]
         return logits[: len(self.lengths)]
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Launch beside all that is not told to wait for these rows."""
+        assert self._buffers is not None
+        return self._buffers.beside()
 
     def collect(self, logits: Tensor) -> Tensor:
         """Make the logits of the step that was started last one's own."""

@@ -44,6 +44,8 @@ class ReplayedDecoder(SpeculativeDecoder):
     there: torch.Tensor
     """The same ids on the GPU."""
     prompt_length: int
+    drafted_at = -1
+    are_kept: list[bool]
 
     def _pick(self, scores, numbers):
         _, is_empty = super()._pick(scores, numbers)
@@ -53,9 +55,12 @@ class ReplayedDecoder(SpeculativeDecoder):
     def _as_entries(self, index, ids):
         place = self.prompt_length + self._rows[0].num_entries
         draft = self.text_ids[place : place + len(ids)]
-        num_right = sum(1 for _ in itertools.takewhile(bool, itertools.islice(self.outcomes, len(draft))))
-        if num_right < len(draft):
-            draft[num_right] += 1
+        if place != self.drafted_at:  # else there are more ids of the same draft
+            self.drafted_at, self.are_kept = place, []
+        while all(self.are_kept) and len(self.are_kept) < len(draft):
+            self.are_kept.append(next(self.outcomes))
+        if not all(self.are_kept):
+            draft[self.are_kept.index(False)] += 1
         return draft
 
     def _judge(self, choices, used, plan, drafter, drafts, guesses):

@@ -1,7 +1,8 @@
 """Where drafts come from: the row's own text, or a member that writes on by itself."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -84,6 +85,52 @@ class RowText:
         return draft, found_order
 
 
+class Draft:
+    """What a member drafts for every row; its GPU may still be at it.
+
+    Args:
+        ids: The ids, of shape `(longest, num_rows)`, of which a GPU puts the last where they belong only when it is done;
+            or a list for each row.
+        lengths: For each row, how many of them are wanted.
+        is_control: Says which ids are control tokens; no draft goes on with one.
+        seconds: How long it took.
+        events: When the GPU began, when all but the last ids were there, and when it was done; then that counts.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[Sequence[int]] | Tensor,
+        lengths: Sequence[int],
+        is_control: Callable[[int], bool],
+        seconds: float = 0.0,
+        events: Sequence[torch.cuda.Event] = (),
+    ):
+        self._ids = ids
+        self._lengths = lengths
+        self._is_control = is_control
+        self.seconds = seconds
+        self._events = events
+
+    def read(self) -> Iterator[list[list[int]]]:
+        """Wait for the ids of each row: first for all but the last, if they come one by one, then for all."""
+        if not isinstance(self._ids, Tensor):
+            yield self._wanted(self._ids)
+            return
+        if self._events:
+            began, nearly, done = self._events
+            nearly.synchronize()
+            yield self._wanted(self._ids[:-1].T.tolist())
+            done.synchronize()
+            self.seconds = began.elapsed_time(done) / 1e3
+        yield self._wanted(self._ids.T.tolist())
+
+    def _wanted(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        return [
+            list(itertools.takewhile(lambda i: not self._is_control(i), row[:length]))
+            for row, length in zip(ids, self._lengths, strict=True)
+        ]
+
+
 class MemberDrafter:
     """A member that drafts by writing on greedily, one of its own tokens at a time.
 
@@ -97,51 +144,77 @@ class MemberDrafter:
         no_token = (self._token_bytes.kinds == NO_TOKEN).nonzero()[0]
         self._no_token = torch.as_tensor(no_token, device=member.device) if len(no_token) else None
 
-    def draft(self, state: MemberState[MemberContext], lengths: Sequence[int]) -> list[list[int]]:
+    def draft(
+        self, state: MemberState[MemberContext], lengths: Sequence[int], clock: Callable[[], float] = time.perf_counter
+    ) -> Draft:
         """Let the member write on in its own contexts, which stay as they are.
 
         Args:
             state: The member's state.
             lengths: For each row, at most how many ids are wanted.
+            clock: Gives seconds.
 
         Returns:
             For each row, the member's ids, up to where it wrote a control token; none where a row has more ids than
             the member has positions.
         """
+        start = clock()
         contexts = list(state.contexts)
         limit = self.member.max_positions
         if limit is not None and max(len(context.ids) for context in contexts) > limit:
-            return [[] for _ in contexts]
+            return Draft([[] for _ in contexts], lengths, self.member.is_control)
         drafts = [PlainContext(list(context.ids), context.num_kept) for context in contexts]
         active = [n for n, length in enumerate(lengths) if length > 0 and not contexts[n].sits_out]
         state.contexts = drafts  # type: ignore[assignment]
-        if self.member.is_captured and len(active) == len(contexts):
-            written = self._write_chained(state, drafts, lengths)
+        if self.is_chained and len(active) == len(contexts):
+            ids, events = self._write_chained(state, drafts, max(lengths))
+            written = Draft(ids, lengths, self.member.is_control, clock() - start, events)
         else:
-            written = self._write_one_by_one(state, drafts, lengths, active)
+            rows = self._write_one_by_one(state, drafts, lengths, active)
+            written = Draft(rows, lengths, self.member.is_control, clock() - start)
         for context, draft in zip(contexts, drafts, strict=True):
             context.num_kept = min(draft.num_kept, len(context.ids))
         state.contexts = contexts
         return written
 
+    @property
+    def is_chained(self) -> bool:
+        """Whether the host need not see an id before the next one is written."""
+        return self.member.is_captured
+
     def _write_chained(
-        self, state: MemberState[MemberContext], drafts: Sequence[PlainContext], lengths: Sequence[int]
-    ) -> list[list[int]]:
-        """Write ids that the host sees only at the end, so that no step waits for it."""
-        starts = [len(draft.ids) for draft in drafts]
-        best = [self._best(state.logits())]
-        while len(best) < max(lengths) and state.run_ahead(best[-1]):
-            for draft in drafts:
-                draft.ids.append(0)  # until it is known
-            best.append(self._best(state.logits()))
-        written = torch.stack(best, dim=-1).tolist()
-        for draft, start, ids in zip(drafts, starts, written, strict=True):
-            draft.ids[start:] = ids[:-1]
-        is_control = self.member.is_control
-        return [
-            list(itertools.takewhile(lambda i: not is_control(i), ids[:length]))
-            for ids, length in zip(written, lengths, strict=True)
-        ]
+        self, state: MemberState[MemberContext], drafts: Sequence[PlainContext], length: int
+    ) -> tuple[Tensor, list[torch.cuda.Event]]:
+        """Start writing ids, each of which the device passes on to the next step.
+
+        They are written beside all else, so that what is launched meanwhile does not wait for them.
+
+        Returns:
+            The ids and the events of `Draft`.
+        """
+        is_cuda = self.member.device.type == "cuda"
+        ids = torch.empty(length, len(drafts), dtype=torch.long, pin_memory=is_cuda)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if is_cuda else []
+        if is_cuda:
+            events[0].record(torch.cuda.current_stream(self.member.device))
+        state.start()
+        with state.beside():
+            num_written = 0
+            while True:
+                best = self._best(state.logits())
+                ids[num_written].copy_(best, non_blocking=True)
+                num_written += 1
+                if num_written == length:
+                    break
+                if is_cuda:
+                    events[1].record()
+                if not state.run_ahead(best):
+                    break
+                for draft in drafts:
+                    draft.ids.append(0)  # whatever it is
+            if is_cuda:
+                events[2].record()
+        return ids[:num_written], events
 
     def _write_one_by_one(
         self,

@@ -22,7 +22,7 @@ from ..methods.captured import CapturedMix
 from ..mixing import fold
 from ..vocabulary.context import MemberContext, Resync, num_common
 from .draft_length import DraftLength
-from .drafts import NGRAM, MemberDrafter, RowText
+from .drafts import NGRAM, Draft, MemberDrafter, RowText
 from .prompts import OwnPrompts, expand_prompts, read_prompts, warn_of_losses
 from .reports import no_position_left, not_finite_error, nothing_left_error, warn_of_control
 from .row_processors import RowProcessors
@@ -146,6 +146,23 @@ class _Chain:
 
 
 @dataclass
+class _BegunDraft:
+    """Drafts of a round, at which a GPU may still be.
+
+    Attributes:
+        guesses: For each row what was found in its text, and the number of ids by which it was found.
+        room: For each row, the most entries that may be drafted.
+        looked_up: For each row, what is drafted from its text.
+        asked: The member that drafts, if there is none, its drafts' length, and what it drafts.
+    """
+
+    guesses: list[tuple[list[int], int]]
+    room: list[int]
+    looked_up: list[list[int]]
+    asked: tuple[str, int, Draft] | None = None
+
+
+@dataclass
 class _Read:
     """What one member was made to read in a round.
 
@@ -154,8 +171,9 @@ class _Read:
         num_kept: How many of their ids were cached before.
         rows: For each place, the rows of the state that were read for it; empty if the member was not needed there.
         num_last: For each row, after how many of its last ids logits are wanted.
-        at: For each position at which logits are wanted, its number (on the mixing device), and the row and the place
-            where the state will give them (on the member's).
+        at: For each position at which logits are wanted, the row and the place where the state will give them, of shape
+            `(2, num_wanted)`, on the member's device.
+        positions: The numbers of these positions, on the mixing device; None for all.
         logits: The member's logits, of shape `(num_positions, vocab_size)`; None if no position needs it.
     """
 
@@ -163,7 +181,8 @@ class _Read:
     num_kept: list[int]
     rows: list[list[int]]
     num_last: list[int]
-    at: tuple[Tensor, Tensor, Tensor] | None = None
+    at: Tensor | None = None
+    positions: Tensor | None = None
     logits: Tensor | None = None
 
     @property
@@ -279,6 +298,7 @@ class SpeculativeDecoder:
         self._texts = [RowText(ids, members[0].is_control) for ids in prompt_of_row] if uses_ngrams else None
         self._drafters = {members[index].name: (index, MemberDrafter(members[index])) for index in drafters}
         self._is_first_round = True
+        self._begun: _BegunDraft | None = None
         self._num_quiet = 0
         self._is_primary_ahead = False
         seed = int(torch.randint(2**62, (1,))) if do_sample else 0
@@ -333,15 +353,16 @@ class SpeculativeDecoder:
     def decide_round(self) -> None:
         """Decide some more entries in every row that takes part: draft, read, choose, keep what agrees."""
         clock = self._length.clock
-        drafts, drafter, guesses = self._draft()
+        begun = self._begun or self._begin_draft()
+        self._begun = None
+        drafts, chains, drafter = self._read_draft(begun)
         start = clock()
-        chains = [self._chain(place, draft) for place, draft in enumerate(drafts)]
         places = [place for place, chain in enumerate(chains) for _ in range(len(chain.columns) + 1)]
         first = [0]
         for chain in chains:
             first.append(first[-1] + len(chain.columns) + 1)
         plan = self._plan(chains, places)
-        weights = plan.to(self._device)
+        weights = _sent(plan, self._device)
         needed = plan != 0
         needed[:, 0] |= self.method.starts_from_primary
         # All members are started before one is waited for.
@@ -353,40 +374,54 @@ class SpeculativeDecoder:
         if not self._is_first_round:  # that one reads the prompts
             self._length.checked(max(len(chain.columns) for chain in chains), clock() - start)
         self._is_first_round = False
-        self._judge(choices, used, plan, drafter, drafts, guesses)
+        self._judge(choices, used, plan, drafter, drafts, begun.guesses)
+        if self._live and any(drafter.is_chained for _, drafter in self._drafters.values()):
+            # A GPU drafts while what has been decided is handed out.
+            self._begun = self._begin_draft()
 
     # Drafting
 
-    def _draft(self) -> tuple[list[list[int]], str | None, list[tuple[list[int], int]]]:
-        """Draft for every row that takes part.
-
-        Returns:
-            The drafts; who drafted; and what was found in the text, whether it is used or not, with the number of ids
-            by which it was found.
-        """
-        nothing: list[list[int]] = [[] for _ in self._live]
+    def _begin_draft(self) -> _BegunDraft:
+        """Begin to draft for every row that takes part."""
         guesses: list[tuple[list[int], int]] = [([], 0)] * len(self._live)
         if self._texts is not None:
             guesses = [self._texts[row].continuation(self._length.longest) for row in self._live]
-        if self._is_first_round:
-            return nothing, None, guesses
         room = [max(0, self._max_new - len(self._rows[row].ids) - 1) for row in self._live]
+        begun = _BegunDraft(guesses, room, [[] for _ in room])
+        if self._is_first_round:
+            return begun
         counts = Counter(found_by for guess, found_by in guesses if guess)
         lengths = {n: self._length.choose([_look_up(n)], count / len(guesses))[1] for n, count in counts.items()}
-        drafts = [guess[: min(lengths.get(n, 0), most)] for (guess, n), most in zip(guesses, room, strict=True)]
-        if any(drafts):
-            return drafts, NGRAM, guesses
-        if self._drafters and any(room):
+        begun.looked_up = [
+            guess[: min(lengths.get(n, 0), most)] for (guess, n), most in zip(guesses, room, strict=True)
+        ]
+        if not any(begun.looked_up) and self._drafters and any(room):
             name, length = self._length.choose(list(self._drafters))
             if length:
-                start = self._length.clock()
                 index, drafter = self._drafters[name]
-                ids = drafter.draft(self.states[index], [min(length, most) for most in room])
-                self._length.drafted(name, length, self._length.clock() - start)
-                drafts = [self._as_entries(index, row)[:most] for row, most in zip(ids, room, strict=True)]
-                if any(drafts):
-                    return drafts, name, guesses
-        return nothing, None, guesses
+                most = [min(length, most) for most in room]
+                begun.asked = name, length, drafter.draft(self.states[index], most, self._length.clock)
+        return begun
+
+    def _read_draft(self, begun: _BegunDraft) -> tuple[list[list[int]], list[_Chain], str | None]:
+        """Wait for what is drafted, and follow it as it comes.
+
+        Returns:
+            For each row its draft, and how members follow it; and who drafted.
+        """
+        drafts = begun.looked_up
+        chains = [self._chain(place, draft) for place, draft in enumerate(drafts)]
+        if begun.asked is None:
+            return drafts, chains, NGRAM if any(drafts) else None
+        name, length, draft = begun.asked
+        for ids in draft.read():
+            rows = zip(ids, begun.room, strict=True)
+            drafts = [self._as_entries(self._drafters[name][0], row)[:most] for row, most in rows]
+            chains = [
+                self._chain(place, row, chain) for (place, row), chain in zip(enumerate(drafts), chains, strict=True)
+            ]
+        self._length.drafted(name, length, draft.seconds)
+        return drafts, chains, name if any(drafts) else None
 
     def _as_entries(self, index: int, ids: Sequence[int]) -> list[int]:
         """The entries that the ensemble is likely to write what a member drafted with."""
@@ -400,10 +435,12 @@ class SpeculativeDecoder:
             columns.append(column)
         return columns
 
-    def _chain(self, place: int, draft: Sequence[int]) -> _Chain:
-        """Let every member's context follow a draft, as far as all have positions for it."""
-        chain = _Chain({index: state.contexts[place] for index, state in self.states.items()})
-        for column in draft:
+    def _chain(self, place: int, draft: Sequence[int], begun: _Chain | None = None) -> _Chain:
+        """Let every member's context follow a draft, as far as all have positions for it; from where it has been begun."""
+        chain = begun or _Chain({index: state.contexts[place] for index, state in self.states.items()})
+        if draft[: len(chain.columns)] != chain.columns:
+            return self._chain(place, draft)
+        for column in draft[len(chain.columns) :]:
             ids, data = self._entry(column)
             contexts = self._written(chain.after(-1), ids, data)
             if any(self._is_full(index, len(context.ids)) for index, context in contexts.items()):
@@ -474,10 +511,11 @@ class SpeculativeDecoder:
                 wanted.append((first[place] + at, row, behind))
         read = _Read(contexts, [context.num_kept for context in contexts], rows, num_last)
         if wanted:
-            positions, at_rows, from_edge = (torch.tensor(part) for part in zip(*sorted(wanted), strict=True))
-            # Now, since a copy to a GPU waits for all that has been launched there.
-            there = self.members[index].device
-            read.at = positions.to(self._device), at_rows.to(there), (max(num_last) - 1 - from_edge).to(there)
+            positions, at_rows, from_edge = zip(*sorted(wanted), strict=True)
+            columns = [max(num_last) - 1 - behind for behind in from_edge]
+            read.at = _sent([at_rows, columns], self.members[index].device)
+            if len(wanted) < len(needed):
+                read.positions = _sent(positions, self._device)
             if len(contexts) > len(chains):
                 state.select(parents, contexts)
             else:
@@ -489,14 +527,13 @@ class SpeculativeDecoder:
         """A member's logits at all positions, of shape `(num_positions, vocab_size)`; None if none needs it."""
         if read.at is None:
             return None
-        positions, at_rows, at_columns = read.at
         logits = self.states[index].logits(read.num_last, rows=read.wanted_rows)
         if logits.ndim == 2:
             logits = logits[:, None]
-        taken = logits[at_rows, at_columns].to(self._device).float()
-        if len(positions) < num_positions:
+        taken = logits[read.at[0], read.at[1]].to(self._device).float()
+        if read.positions is not None:
             spread = taken.new_zeros(num_positions, taken.shape[-1])
-            taken = spread.index_copy_(0, positions, taken)
+            taken = spread.index_copy_(0, read.positions, taken)
         return taken
 
     # Choosing
@@ -710,6 +747,7 @@ class SpeculativeDecoder:
 
     def _keep(self, places: Sequence[int]) -> None:
         if len(places) < len(self._live):
+            self._begun = None  # it was for other rows
             for index, state in self.states.items():
                 self._select(index, places, [state.contexts[place] for place in places], len(self._live))
             self._live = [self._live[place] for place in places]
@@ -761,6 +799,12 @@ class SpeculativeDecoder:
         warn_of_losses(
             self.members, {index: state.contexts for index, state in self.states.items()}, self._warned_lossy
         )
+
+
+def _sent(numbers: Any, device: torch.device) -> Tensor:
+    """Numbers of the host, on a device, without waiting for what the device does."""
+    there = torch.as_tensor(numbers)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
 
 
 def _look_up(num_ids: int) -> str:

@@ -13,8 +13,9 @@ from transformers import LogitsProcessor
 from hf_ensemble import ConfigurationError, GacConfig, MemberError
 from hf_ensemble.generation import speculation as speculation_module
 from hf_ensemble.generation.draft_length import DraftLength
-from hf_ensemble.generation.drafts import RowText
+from hf_ensemble.generation.drafts import MemberDrafter, RowText
 from hf_ensemble.generation.speculation_options import Speculation
+from hf_ensemble.member import Member
 from tests import tiny
 from tests.contracts import (
     CORE_RECIPES,
@@ -230,6 +231,28 @@ def test_streamed_and_stopped_id_by_id(ensemble, row, monkeypatch):
     assert lengths == list(range(len(row[0]) + 1, len(row[0]) + 8))
     assert streamer.ids == found.sequences[0].tolist()
     assert streamer.num_ends == 1
+
+
+@pytest.mark.parametrize("length", [1, 3, LENGTH])
+def test_captured_members_draft_before_the_last_ids_are_handed_out(length, ensemble, row, batch, monkeypatch):
+    def stops(input_ids, scores, **kwargs):
+        # The first row ends where nobody else can know.
+        return torch.tensor([index == 0 and input_ids.shape[1] == start + 6 for index in range(len(input_ids))])
+
+    start = batch["input_ids"].shape[1]
+    options = {"method": "gac", "max_new_tokens": 12, "stopping_criteria": [stops]}
+    expected = run(ensemble, batch, **options)
+    force_length(monkeypatch, length)
+    monkeypatch.setattr(Member, "cache_mode", property(lambda member: "static"))
+    assert run(ensemble, batch, speculation="member-1", **options).sequences.tolist() == expected.sequences.tolist()
+
+    events = []
+    draft = MemberDrafter.draft
+    monkeypatch.setattr(MemberDrafter, "draft", lambda *args: events.append("draft") or draft(*args))
+    streamer = Recorder(ensemble.tokenizer)
+    monkeypatch.setattr(streamer, "put", lambda ids: events.append("put"))
+    run(ensemble, row, speculation="member-1", max_new_tokens=4, streamer=streamer)
+    assert events[:3] == ["put", "draft", "put"]  # the prompt comes first
 
 
 @pytest.mark.parametrize("method", ["gac", "unite"])
