@@ -77,7 +77,7 @@ def top_entries_of_each(logits: Sequence[Tensor], k: int) -> tuple[Tensor, Tenso
     # Of `-inf` the first are the best, so what fills this up is never among them.
     maxima = logits[0].new_full((len(logits), len(logits[0]), most_blocks), -torch.inf)
     for of_member, one in zip(maxima, blocks, strict=True):
-        of_member[:, : one.shape[1]] = one.amax(-1)
+        torch.amax(one, -1, out=of_member[:, : one.shape[1]])
     best_blocks = _first_best(maxima, num_best).sort(dim=-1).values
     values = torch.stack(
         [
@@ -163,5 +163,5 @@ def put_eos(probs: Tensor, eos_mass: Tensor, primary_logits: Tensor, eos_ids: Te
         `probs`.
     """
     probs.index_fill_(1, eos_ids, nothing)
-    best = eos_ids[primary_logits[:, eos_ids].argmax(-1)]  # (B,)
-    return probs.scatter_(1, best[:, None], eos_mass[:, None])
+    best = eos_ids if len(eos_ids) == 1 else eos_ids[primary_logits[:, eos_ids].argmax(-1)]  # (B,)
+    return probs.scatter_(1, best.expand(len(probs))[:, None], eos_mass[:, None])

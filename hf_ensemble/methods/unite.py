@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..mixing import log_normalizer, merge_duplicates, put_eos, top_entries_of_each
 from ..vocabulary.context import Resync
@@ -42,35 +43,44 @@ class Unite(TokenMethod):
         self.top_k = top_k
         # Where each entry's logit stands in a member's row; -1 for nowhere. First ids are looked up before duplicates are
         # merged, in a second row after the merged one.
-        self._read_from: list[Tensor] = []
+        read_from: list[Tensor] = []
         for maps in self.maps:
             plain_row = maps.mask.shape[0] if maps.duplicates.ids.numel() else 0
             first = torch.where(maps.first_id >= 0, maps.first_id + plain_row, -1)
-            self._read_from.append(torch.where(maps.from_union >= 0, maps.from_union, first))
+            read_from.append(torch.where(maps.from_union >= 0, maps.from_union, first))
+        # A step is a chain of small kernels, so tables of all members are read at once.
+        self._read_from = torch.stack(read_from)  # (M, union_size + 1)
+        self._to_union = pad_sequence([maps.to_union for maps in self.maps], batch_first=True, padding_value=-1)
+        first_id = self.maps[0].first_id
+        self._written_as = first_id[:-1].clamp_min(0)
+        self._written_as = torch.cat([self._written_as, self._written_as.new_zeros(1)])  # EOS has an id of its own
+        may_be_written = first_id >= 0
+        may_be_written[-1] = self.maps[0].eos_ids.numel() > 0
+        self._may_be_written = may_be_written.float()
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""
         primary = logits[0]
         assert primary is not None
         batch_size, union_size = primary.shape[0], len(self.union)
-        normalizers = primary.new_zeros(batch_size, len(logits))
         present = [index for index, one in enumerate(logits) if one is not None]
         masked = [self.masked(one, index) for index, one in enumerate(logits) if one is not None]
-        for index, row in zip(present, masked, strict=True):
-            normalizers[:, index] = log_normalizer(row)
+        known = dict(zip(present, map(log_normalizer, masked), strict=True))
+        unknown = primary.new_zeros(0 if len(known) == len(logits) else batch_size)
+        normalizers = torch.stack([known.get(index, unknown) for index in range(len(logits))], dim=-1)
         entries = [
             merge_duplicates(row, self.maps[index].duplicates) for index, row in zip(present, masked, strict=True)
         ]
         top_k = min(self.top_k, max(row.shape[-1] for row in entries))
         values, ids = top_entries_of_each(entries, top_k)  # (M, B, k)
-        shares = torch.stack([weights[:, index, None] for index in present])  # (M, B, 1)
-        proposed = torch.stack([self.maps[index].to_union[own] for index, own in zip(present, ids, strict=True)])
+        shares = _some(weights.T, present)[..., None]  # (M, B, 1)
+        proposed = _some(self._to_union, present).gather(1, ids.flatten(1)).view_as(ids)
         proposed = torch.where((values > -torch.inf) & (shares > 0), proposed, -1)
         keys = proposed.transpose(0, 1).flatten(1).sort(dim=-1).values  # (B, M * k), each row's entries and -1
         is_key = keys >= 0
         is_key[:, 1:] &= keys[:, 1:] != keys[:, :-1]
         keys.clamp_min_(0)
-        at = torch.stack([self._read_from[index][keys] for index in present])  # (M, B, M * k)
+        at = _some(self._read_from[:, keys], present)  # (M, B, M * k)
         is_read = (at >= 0) & is_key
         at.clamp_min_(0)
         tables = [
@@ -83,13 +93,9 @@ class Unite(TokenMethod):
         fused = (probs * shares).sum(0)  # (B, M * k)
         eos_ids = self.maps[0].eos_ids
         is_eos = keys == union_size
-        written_as = self.maps[0].first_id[keys].masked_fill_(is_eos, -1)
-        may_be_written = written_as >= 0
-        if eos_ids.numel():
-            may_be_written |= is_eos
-        fused *= may_be_written
+        written_as = self._written_as[keys]
+        fused *= self._may_be_written[keys]
         fused /= fused.sum(-1, keepdim=True)
-        written_as.clamp_min_(0)
         columns = primary.new_zeros(primary.shape).scatter_add_(1, written_as, fused.masked_fill(is_eos, 0.0))
         # The logarithm of a whole row of zeros takes a CPU milliseconds.
         logprobs = torch.full_like(primary, -torch.inf)
@@ -97,3 +103,8 @@ class Unite(TokenMethod):
         if eos_ids.numel():
             put_eos(logprobs, (fused * is_eos).sum(-1).log_(), primary, eos_ids, nothing=-torch.inf)
         return Mixed(logprobs, normalizers)
+
+
+def _some(of_members: Tensor, indices: Sequence[int]) -> Tensor:
+    """What belongs to these members, of shape `(len(indices), ...)`."""
+    return of_members if len(indices) == len(of_members) else torch.stack([of_members[index] for index in indices])
