@@ -1106,7 +1106,10 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             filler=pad or 0,
             own_prompts=call.own_prompts,
         )
-        ids = write_decided(call.speculator, input_ids, stopping_criteria, pad, streamer)
+        try:
+            ids = write_decided(call.speculator, input_ids, stopping_criteria, pad, streamer)
+        finally:
+            call.speculator.close()
         if len(self._draft_lengths) >= _MAX_DRAFT_LENGTHS:
             self._draft_lengths.clear()
         self._draft_lengths[kind] = draft_length

@@ -292,20 +292,22 @@ class BufferPool:
         """
         made_for = made_for or _fingerprint(self._member.model)
         with self._lock:
-            for buffers in self._free:
+            for buffers in list(self._free):
                 # Graphs read weights where they were, also if buffers come back only after those were replaced.
                 fits = buffers.num_rows == num_rows and capacity <= buffers.capacity <= _GROWTH * capacity
                 if fits and buffers.made_for == made_for:
                     self._free.remove(buffers)
                     buffers.clear()
                     return buffers
+            for buffers in self._free:
+                buffers.wait()  # for a step that ran ahead: their memory goes to others
             self._free.clear()
         return StaticBuffers(self._member, self.masks, num_rows, capacity, made_for)
 
     def release(self, buffers: StaticBuffers) -> None:
         """Take buffers back."""
-        with self._lock:
-            self._free.append(buffers)
+        # Without the lock: a finalizer may run anywhere, also in a thread that holds it.
+        self._free.append(buffers)
 
 
 class StaticRows:

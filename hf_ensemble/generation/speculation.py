@@ -379,6 +379,12 @@ class SpeculativeDecoder:
             # A GPU drafts while what has been decided is handed out.
             self._begun = self._begin_draft()
 
+    def close(self) -> None:
+        """Wait for a draft that nobody reads, since a GPU would go on with what is given to others by then."""
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.asked is not None:
+            deque(begun.asked[2].read(), maxlen=0)
+
     # Drafting
 
     def _begin_draft(self) -> _BegunDraft:
@@ -747,7 +753,7 @@ class SpeculativeDecoder:
 
     def _keep(self, places: Sequence[int]) -> None:
         if len(places) < len(self._live):
-            self._begun = None  # it was for other rows
+            self.close()  # what is begun is for other rows
             for index, state in self.states.items():
                 self._select(index, places, [state.contexts[place] for place in places], len(self._live))
             self._live = [self._live[place] for place in places]
