@@ -467,6 +467,7 @@ def test_a_sampled_text_does_not_depend_on_the_drafts(method, ensemble, batch, m
     assert other.sequences.tolist() != found[0].sequences.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gac", "unite"])
 def test_sampled_texts_have_the_law_of_the_plain_loop(method, monkeypatch):
     """Chi-square over the texts of two entries, against the product of the fused probabilities."""
