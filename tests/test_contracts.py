@@ -64,7 +64,7 @@ def test_under_gac_all_weight_on_an_assistant_is_its_text(recipe):
     [
         (contracts.CORE_RECIPES[0], "unite"),
         (contracts.CORE_RECIPES[2], "gac"),
-        (contracts.CORE_RECIPES[1], contracts.SPANS),
+        pytest.param(contracts.CORE_RECIPES[1], contracts.SPANS, marks=pytest.mark.slow),
         pytest.param(contracts.CORE_RECIPES[0], "mined", marks=pytest.mark.slow),
         pytest.param(contracts.CORE_RECIPES[1], "eva", marks=pytest.mark.slow),
     ],

@@ -26,7 +26,7 @@ from hf_ensemble import ConfigurationError, EnsembleConfig, EnsembleForCausalLM,
 from tests import tiny
 from tests.contracts import make_ensemble
 
-from .kit import control_tokens_may_be_chosen, each_method, output_ids, tokenizer_of
+from .kit import control_tokens_may_be_chosen, gac_and_slowly_unite, output_ids, tokenizer_of
 
 pytestmark = control_tokens_may_be_chosen
 
@@ -107,7 +107,7 @@ def test_the_primarys_configuration_comes_back_as_it_was(case, tmp_path):
     assert loaded.config.weights == [0.25, 0.75]
 
 
-@each_method
+@gac_and_slowly_unite
 def test_weights_stay_with_their_members(method, saved, tmp_path):
     """F1: Of three members with unlike weights; also when other weights are asked for while loading."""
     ensemble = EnsembleForCausalLM.from_pretrained([*saved, saved[0]], method=method, weights=[0.2, 0.7, 0.1])
@@ -190,7 +190,7 @@ def test_another_process_loads_it_with_the_library_and_says_what_is_missing_with
 # --- F4 -------------------------------------------------------------------------------------------------------------
 
 
-@each_method
+@gac_and_slowly_unite
 def test_tied_weights_are_saved_and_come_back(method, tmp_path):
     """F4: No shared-memory error, and the logits are equal to the last bit."""
     ensemble = EnsembleForCausalLM.from_pretrained(save(tmp_path, tie_word_embeddings=True), method=method)
@@ -203,7 +203,7 @@ def test_tied_weights_are_saved_and_come_back(method, tmp_path):
         assert torch.equal(a, b)
 
 
-@each_method
+@gac_and_slowly_unite
 def test_a_model_listed_twice_is_loaded_once_and_is_that_model(method, saved, tmp_path):
     """F4: As two paths, as a path and a configuration, after saving, and as one object twice."""
     tokenizer = AutoTokenizer.from_pretrained(saved[0])

@@ -350,8 +350,15 @@ def test_the_plain_processor_cannot_draw(twins):
 ROW_WEIGHTS = [[1, 1], [1, 3], [4, 1]]
 
 
-@pytest.mark.parametrize("method", ["gac", "unite"])
-@pytest.mark.parametrize("form", [list, torch.tensor])
+@pytest.mark.parametrize(
+    ("form", "method"),
+    [
+        (list, "gac"),
+        (torch.tensor, "unite"),
+        pytest.param(list, "unite", marks=pytest.mark.slow),
+        pytest.param(torch.tensor, "gac", marks=pytest.mark.slow),
+    ],
+)
 def test_every_row_has_its_own_weights(method, form):
     ensemble = CORE_RECIPES[0].ensemble
     found = run(ensemble, batch_of(ensemble), method=method, weights=form(ROW_WEIGHTS))
