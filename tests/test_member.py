@@ -17,7 +17,13 @@ ARCHITECTURES = [model_type.removesuffix("_text") for model_type in CACHE_MODES 
 STATIC = ["static llama", "static gpt2", "static gemma3", "static mistral"]
 """Architectures in the cache of fixed size that a GPU's captured steps have, here without a GPU."""
 
-each_architecture = pytest.mark.parametrize("architecture", [*ARCHITECTURES, *STATIC])
+QUICK = ("llama", "gpt2", "gemma3", "mamba", "falcon_h1", "jamba", "static gpt2", "static gemma3")
+"""With rotary and learned positions, with a window, recurrent, and two that are both."""
+
+each_architecture = pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in (*ARCHITECTURES, *STATIC)],
+)
 each_method = pytest.mark.parametrize("method", METHODS)
 
 
