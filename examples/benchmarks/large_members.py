@@ -235,7 +235,9 @@ def main() -> None:
             variants[f"{method}, batch {batch}"] = lambda i=ids, m=method: time_again(ensemble, i, args.new_tokens, m)
         for length in args.lengths:
             ids = texts[0][None, :length]
-            variants[f"{method}, prompt {length}"] = lambda i=ids, m=method: time_again(ensemble, i, args.new_tokens, m)
+            variants[f"{method}, prompt {length}"] = lambda i=ids, m=method: time_again(
+                ensemble, i, args.new_tokens, m
+            )
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(args.turns + 1):
         for name, variant in tqdm(variants.items(), desc=f"turn {turn}"):
