@@ -120,6 +120,7 @@ def connect(monkeypatch: Any, server: HubServer, cache: Path) -> None:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or head and body of an answer wait for one another
 
     def __init__(self, server: HubServer, *args: Any):
         self.hub = server

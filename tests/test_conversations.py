@@ -41,7 +41,16 @@ TURNS = (
 )
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The capital of France?"}]
 METHODS = ["gac", "unite", "deepen", "sweetspan", UniteConfig(threshold=0.5, gate=1)]
-each_method = pytest.mark.parametrize("method", METHODS, ids=["gac", "unite", "deepen", "sweetspan", "gated"])
+NAMES = ["gac", "unite", "deepen", "sweetspan", "gated"]
+each_method = pytest.mark.parametrize("method", METHODS, ids=NAMES)
+each_kind_of_method = pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, id=name, marks=[pytest.mark.slow] * (name in ("unite", "deepen")))
+        for method, name in zip(METHODS, NAMES, strict=True)
+    ],
+)
+"""Quick are a method that mixes, one that proposes, and one where a member sits out."""
 
 
 def with_template(tokenizer, template):
@@ -129,7 +138,7 @@ def test_every_member_reads_the_conversation_in_its_own_template(method):
     assert first_context(ensemble, 2, inputs, method=method) == BASE(plain, add_special_tokens=False)["input_ids"]
 
 
-@each_method
+@each_kind_of_method
 def test_what_is_written_goes_on_from_each_members_own_rendering(method):
     """A6 (c): No control token is in a member's context after its rendering, however often text is re-encoded."""
     ensemble = scripted_with([MemberConfig(), MemberConfig()], SMOL, TURN)
@@ -571,7 +580,7 @@ CHATS = [
 ]
 
 
-@each_method
+@each_kind_of_method
 def test_a_row_of_a_batch_is_what_it_is_alone(method):
     ensemble = llamas(SMOL, TURN, BASE)
     inputs = rendered(ensemble, CHATS, padding=True)
@@ -667,7 +676,7 @@ def test_members_can_have_prompts_of_their_own(method):
     assert text_written(TURN, first_context(ensemble, 2, inputs, **options, method=method)) == "Shared."
 
 
-@each_method
+@each_kind_of_method
 def test_rows_can_have_prompts_of_their_own(method):
     """Also rows with the same ids; a row alone is the row in the batch."""
     ensemble = llamas(SMOL, BASE)

@@ -30,7 +30,13 @@ def blocks_of(page):
             )
 
 
-WITH_CODE = [page for page in PAGES if any(blocks_of(page))]
+QUICK = ("quickstart.md", "add_a_method.md")
+"""Pages whose blocks also run where slow tests do not."""
+WITH_CODE = [
+    pytest.param(page, id=str(page.relative_to(ROOT)), marks=[] if page.name in QUICK else [pytest.mark.slow])
+    for page in PAGES
+    if any(blocks_of(page))
+]
 
 
 @pytest.fixture
@@ -42,7 +48,7 @@ def members_in_the_working_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", WITH_CODE)
 def test_blocks_run(page, members_in_the_working_folder):
     names: dict = {}
     for block in blocks_of(page):

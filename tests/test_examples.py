@@ -27,6 +27,7 @@ def run(name, arguments, monkeypatch):
     module.main()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 def test_contrastive_decoding(members, monkeypatch, capsys):
     """Without any contrast it is the expert."""
@@ -47,6 +48,7 @@ def test_proxy_tuning(members, monkeypatch, capsys):
     assert texts[0::2] == texts[1::2]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 def test_select_and_tune(members, monkeypatch, capsys, tmp_path):
     """Whoever writes an `e` has answered."""
@@ -62,6 +64,7 @@ def test_select_and_tune(members, monkeypatch, capsys, tmp_path):
     assert len(state.read_text("utf-8").splitlines()) in (2, 4)  # equal scores are uniform weights again
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 def test_evaluation_sets(members, monkeypatch, capsys, tmp_path):
     """A row for each member and method; a run that goes on finds everything done."""
@@ -81,6 +84,7 @@ def test_evaluation_sets(members, monkeypatch, capsys, tmp_path):
     assert state.read_bytes() == done
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 def test_decisions(members, monkeypatch, capsys, tmp_path):
     """Every decision is somebody's, and the page holds the texts."""

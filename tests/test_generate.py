@@ -279,7 +279,8 @@ def test_warpers_follow_the_formula_after_fusion(method, case):
     assert probs.sum().item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("method", "case"), [("gac", "all"), pytest.param("unite", "plain", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "case"), [("gac", "all"), ("unite", "plain")])
 def test_draws_have_the_frequencies_of_the_formula(method, case):
     """Fails by chance with probability below 1e-2 a seed: a frequency's standard deviation is at most 0.36 %."""
     output = sample(method, case, num_return_sequences=NUM_DRAWS)

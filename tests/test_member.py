@@ -10,26 +10,20 @@ import torch
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, MemberError
 from hf_ensemble.member import Member, MemberState
 from tests import tiny
-from tests.contracts import METHODS, make_ensemble, padded
+from tests.contracts import CACHE_MODES, METHODS, make_ensemble, padded
 
-CACHE_MODES = {
-    "llama": "repack",
-    "gpt2": "repack",
-    "gemma3": "repack",
-    "mistral": "repack",
-    "mixtral": "repack",
-    "mamba": "row_tokens",
-    "mamba2": "row_chunks",
-    "falcon_h1": "row_chunks",
-    "lfm2": "row_chunks",
-    "jamba": "row_tokens",
-}
-"""How each architecture's cache can follow a text; Gemma-3 and Mistral have a window of 8."""
+ARCHITECTURES = [model_type.removesuffix("_text") for model_type in CACHE_MODES if model_type != "scripted"]
 
 STATIC = ["static llama", "static gpt2", "static gemma3", "static mistral"]
 """Architectures in the cache of fixed size that a GPU's captured steps have, here without a GPU."""
 
-each_architecture = pytest.mark.parametrize("architecture", [*CACHE_MODES, *STATIC])
+QUICK = ("llama", "gpt2", "gemma3", "mamba", "falcon_h1", "jamba", "static gpt2", "static gemma3")
+"""With rotary and learned positions, with a window, recurrent, and two that are both."""
+
+each_architecture = pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in (*ARCHITECTURES, *STATIC)],
+)
 each_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -90,11 +84,11 @@ def draw(source, count):
     return [source.randrange(10, 250) for _ in range(count)]
 
 
-@pytest.mark.parametrize("architecture", CACHE_MODES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_cache_mode_is_the_one_that_works(architecture):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert member_of(architecture).cache_mode == CACHE_MODES[architecture]
+        assert member_of(architecture).cache_mode == CACHE_MODES[model_of(architecture).config.model_type]
 
 
 @each_architecture

@@ -31,10 +31,13 @@ OPTIONS = {
     "a method and weights": {"method": "gac", "weights": [0.7, 0.3]},
     "spans": {"method": "sweetspan"},
 }
+QUICK = ("sampling", "beams", "a length in all", "stop strings", "a processor", "a prompt in pieces", "spans")
 REFUSED = {"guidance_scale": 2.0, "prompt_lookup_num_tokens": 2, "token_healing": True, "dola_layers": "high"}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in OPTIONS]
+)
 def test_an_option_acts_as_in_generate(name):
     options = {"max_new_tokens": 8, "do_sample": False, "method": "gac", **OPTIONS[name]}
     torch.manual_seed(0)

@@ -29,8 +29,8 @@ def pair(seed=0):
 
 
 @functools.cache
-def static_pair():
-    """For tests that use `static` and leave the ensemble as it was."""
+def shared_pair():
+    """For tests that leave the ensemble as it was."""
     return pair()
 
 
@@ -39,12 +39,21 @@ def text_of(ensemble, method, **options):
     return ensemble.generate(**inputs, method=method, **{"max_new_tokens": 12, "do_sample": False, **options})
 
 
-@pytest.mark.parametrize("method", ["unite", contracts.SPANS], ids=contracts.name_of)
-@pytest.mark.parametrize("contract", [*contracts.EVERYWHERE, *contracts.CORE], ids=lambda contract: contract.__name__)
+@pytest.mark.parametrize(
+    ("contract", "method"),
+    [
+        pytest.param(contract, method, id=f"{contract.__name__}-{contracts.name_of(method)}", marks=marks)
+        for contract in (*contracts.EVERYWHERE, *contracts.CORE)
+        for method, marks in (
+            ("unite", []),
+            (contracts.SPANS, [] if contract in contracts.EVERYWHERE else [pytest.mark.slow]),
+        )
+    ],
+)
 def test_contracts_hold(contract, method, static):
     if method == contracts.SPANS and contract is contracts.the_same_model_twice_is_that_model:
         pytest.skip("about distributions")
-    contract(static_pair(), method)
+    contract(shared_pair(), method)
 
 
 @pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
@@ -58,9 +67,9 @@ def test_contracts_hold(contract, method, static):
     ids=lambda value: str(value) if isinstance(value, dict) else contracts.name_of(value),
 )
 def test_texts_are_those_of_a_cache_that_grows(method, options, monkeypatch):
-    expected = text_of(pair(), method, **options)
+    expected = text_of(shared_pair(), method, **options)
     monkeypatch.setattr(Member, "cache_mode", property(lambda member: "static"))
-    assert text_of(pair(), method, **options).tolist() == expected.tolist()
+    assert text_of(shared_pair(), method, **options).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("method", ["gac", "unite"])
@@ -72,10 +81,10 @@ def test_the_primary_runs_once_an_id_although_it_runs_ahead(method, static):
 
 @pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 @pytest.mark.parametrize("length", [0, 3], ids=["quiet", "drafted"])
-@pytest.mark.parametrize("method", ["gac", "unite"])
+@pytest.mark.parametrize("method", ["gac", pytest.param("unite", marks=pytest.mark.slow)])
 def test_drafts_whose_ids_stay_on_the_device_change_no_text(method, length, static, monkeypatch):
     """Without drafts the primary runs ahead; with them the drafter's ids reach the host at its last step."""
-    expected = text_of(pair(), method, max_new_tokens=24)
+    expected = text_of(shared_pair(), method, max_new_tokens=24)
     ahead = []
     run_ahead = MemberState.run_ahead
 
@@ -85,7 +94,8 @@ def test_drafts_whose_ids_stay_on_the_device_change_no_text(method, length, stat
 
     monkeypatch.setattr(MemberState, "run_ahead", counted)
     monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], length))
-    found = text_of(pair(), method, max_new_tokens=24, speculation="member-1", return_dict_in_generate=True)
+    options = {"speculation": "member-1", "return_dict_in_generate": True}
+    found = text_of(shared_pair(), method, max_new_tokens=24, **options)
     assert found.sequences.tolist() == expected.tolist()
     assert (f"member-{int(length > 0)}", True) in ahead
     assert sum(found.speculation.drafted.values()) > 3 * length or not length

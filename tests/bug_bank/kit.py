@@ -18,6 +18,8 @@ from tests.contracts import AVERAGING, MAPPED, METHODS, make_ensemble
 from tests.reference import ReferenceMember
 
 each_method = pytest.mark.parametrize("method", AVERAGING)
+gac_and_slowly_unite = pytest.mark.parametrize("method", ["gac", pytest.param("unite", marks=pytest.mark.slow)])
+"""For what no method has a part in."""
 each_averaging_method = pytest.mark.parametrize("method", [*AVERAGING, *MAPPED])
 TOKEN_METHODS = (*METHODS, *MAPPED)
 each_token_method = pytest.mark.parametrize("method", TOKEN_METHODS)

@@ -33,6 +33,7 @@ from .kit import (
     duet,
     each_method,
     ensemble_of,
+    gac_and_slowly_unite,
     id_of,
     members_may_be_lossy,
     methods_by_turns,
@@ -75,7 +76,7 @@ def test_an_explicit_greedy_wins_over_a_members_sampling_default(method, way):
         assert ensemble.generate(**ids, **given).tolist() == expected
 
 
-@each_method
+@gac_and_slowly_unite
 def test_without_a_word_about_it_the_primarys_default_holds_and_the_others_does_not(method):
     """E1: The ensemble starts from a copy of the primary's generation config."""
     for sampler in (0, 1):
@@ -91,7 +92,7 @@ def test_without_a_word_about_it_the_primarys_default_holds_and_the_others_does_
         assert ensemble.generation_config is not models[0].generation_config
 
 
-@each_method
+@gac_and_slowly_unite
 def test_of_an_assistant_only_the_end_ids_are_used(method):
     """E2: Its temperature, penalties, lengths and bans do not act; a stray `max_length` does not cut the ensemble."""
     models, tokenizers = pair()
@@ -113,7 +114,7 @@ def test_of_an_assistant_only_the_end_ids_are_used(method):
     assert found == expected
 
 
-@each_method
+@gac_and_slowly_unite
 def test_the_primarys_penalty_is_applied_once(method):
     """E2: A default of the primary acts as the same option in the call, and the call wins over it."""
     models, tokenizers = pair(seed=5)
@@ -402,7 +403,10 @@ def test_streams_of_several_rows_are_refused_as_in_transformers(method, options)
 # --- E13 and E14 ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [GacConfig(), UniteConfig(top_k=2)], ids=["gac", "unite"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(GacConfig(), id="gac"), pytest.param(UniteConfig(top_k=2), id="unite", marks=pytest.mark.slow)],
+)
 def test_temperature_acts_after_mixing(method):
     """E13: (0.7 p + 0.3 q)^2 over its sum at temperature 0.5, not the mixture of sharpened members."""
     small = tokenizer_of("small")

@@ -26,7 +26,7 @@ from hf_ensemble import ConfigurationError, EnsembleConfig, EnsembleForCausalLM,
 from tests import tiny
 from tests.contracts import make_ensemble
 
-from .kit import control_tokens_may_be_chosen, each_method, output_ids, tokenizer_of
+from .kit import control_tokens_may_be_chosen, gac_and_slowly_unite, output_ids, tokenizer_of
 
 pytestmark = control_tokens_may_be_chosen
 
@@ -91,7 +91,9 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (n % 2)) for n, case in enumerate(ODD)]
+)
 @pytest.mark.filterwarnings("ignore:member .* ends texts with ids")
 def test_the_primarys_configuration_comes_back_as_it_was(case, tmp_path):
     """F1: Values that a rebuilt configuration would get wrong, in the ensemble's copy of the primary's."""
@@ -107,7 +109,7 @@ def test_the_primarys_configuration_comes_back_as_it_was(case, tmp_path):
     assert loaded.config.weights == [0.25, 0.75]
 
 
-@each_method
+@gac_and_slowly_unite
 def test_weights_stay_with_their_members(method, saved, tmp_path):
     """F1: Of three members with unlike weights; also when other weights are asked for while loading."""
     ensemble = EnsembleForCausalLM.from_pretrained([*saved, saved[0]], method=method, weights=[0.2, 0.7, 0.1])
@@ -190,7 +192,7 @@ def test_another_process_loads_it_with_the_library_and_says_what_is_missing_with
 # --- F4 -------------------------------------------------------------------------------------------------------------
 
 
-@each_method
+@gac_and_slowly_unite
 def test_tied_weights_are_saved_and_come_back(method, tmp_path):
     """F4: No shared-memory error, and the logits are equal to the last bit."""
     ensemble = EnsembleForCausalLM.from_pretrained(save(tmp_path, tie_word_embeddings=True), method=method)
@@ -203,7 +205,7 @@ def test_tied_weights_are_saved_and_come_back(method, tmp_path):
         assert torch.equal(a, b)
 
 
-@each_method
+@gac_and_slowly_unite
 def test_a_model_listed_twice_is_loaded_once_and_is_that_model(method, saved, tmp_path):
     """F4: As two paths, as a path and a configuration, after saving, and as one object twice."""
     tokenizer = AutoTokenizer.from_pretrained(saved[0])
@@ -234,10 +236,10 @@ def dtypes_of(ensemble):
     ("asked", "expected"),
     [
         ("auto", ("bfloat16", "float32")),
-        (None, ("bfloat16", "float32")),
-        ("float32", ("float32", "float32")),
+        pytest.param(None, ("bfloat16", "float32"), marks=pytest.mark.slow),
+        pytest.param("float32", ("float32", "float32"), marks=pytest.mark.slow),
         (torch.float16, ("float16", "float16")),
-        (["float32", torch.bfloat16], ("float32", "bfloat16")),
+        pytest.param(["float32", torch.bfloat16], ("float32", "bfloat16"), marks=pytest.mark.slow),
         (["auto", "float16"], ("bfloat16", "float16")),
     ],
     ids=str,
@@ -257,7 +259,7 @@ def test_a_dtype_that_torch_has_not_is_named(tmp_path):
         EnsembleForCausalLM.from_pretrained(save(tmp_path), dtype="float99")
 
 
-@pytest.mark.parametrize("dtype", ["float32", torch.bfloat16, "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), torch.bfloat16, "float16"])
 def test_a_dtype_reaches_every_member_through_auto_classes_and_pipelines(dtype, tmp_path):
     """F5: Over what was saved."""
     EnsembleForCausalLM.from_pretrained(save(tmp_path, dtypes=(torch.bfloat16, torch.float32))).save_pretrained(
@@ -414,7 +416,7 @@ def files_of(folder):
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_members_within_come_back_as_they_are_now_wherever_the_folder_is(dtype, tmp_path):
     """F1, F4, F5, F6: Changed and tied weights, added tokens, a template, generation defaults, one model twice."""
     paths = save(tmp_path, dtypes=(dtype, torch.float32), tie_word_embeddings=True)

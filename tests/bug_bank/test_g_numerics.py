@@ -141,38 +141,50 @@ def test_a_member_whose_logits_are_all_ruled_out_is_named(method):
 # --- G3 -------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def ensemble_of_dtypes(dtypes):
+    tokenizers = [tokenizer_of("smol"), tokenizer_of("gemma")]
+    models = [
+        tiny.tiny_llama(t, seed=seed).to(getattr(torch, dtype))
+        for seed, (t, dtype) in enumerate(zip(tokenizers, dtypes, strict=True))
+    ]
+    return make_ensemble(models, tokenizers)
+
+
+@functools.cache
+def ensembles_in_every_order():
+    """Of one primary and three assistants."""
+    names = ("gemma", "unigram", "large")
+    models = [tiny.tiny_llama(tokenizer_of(name), seed=n, num_hidden_layers=1) for n, name in enumerate(names)]
+    models[1].to(torch.bfloat16)
+    primary, smol = tiny.tiny_llama(tokenizer_of("smol"), seed=9), tokenizer_of("smol")
+    return [
+        make_ensemble([primary, *(models[n] for n in order)], [smol, *(tokenizer_of(names[n]) for n in order)])
+        for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1))
+    ]
+
+
 @each_token_method
 @pytest.mark.parametrize(
     "dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")], ids=" + ".join
 )
 def test_members_of_unlike_dtypes_are_mixed_in_float32(method, dtypes):
     """G3: The mixture sums to 1 within 1e-5, in a batch, and is what the members' rounded logits say."""
-    tokenizers = [tokenizer_of("smol"), tokenizer_of("gemma")]
-    models = [
-        tiny.tiny_llama(t, seed=seed).to(getattr(torch, dtype))
-        for seed, (t, dtype) in enumerate(zip(tokenizers, dtypes, strict=True))
-    ]
-    ensemble = make_ensemble(models, tokenizers, method=method)
-    output = run(ensemble, padded(prompt_rows(ensemble), fill=lambda n: 2), max_new_tokens=3, eos_token_id=None)
+    ensemble = ensemble_of_dtypes(dtypes)
+    rows = padded(prompt_rows(ensemble), fill=lambda n: 2)
+    output = run(ensemble, rows, method=method, max_new_tokens=3, eos_token_id=None)
     for logits in output.logits:
         assert logits.dtype == torch.float32
         assert logits.exp().sum(-1).tolist() == pytest.approx([1] * 3, abs=1e-5)
-    assert [str(model.dtype).removeprefix("torch.") for model in models] == list(dtypes)
+    assert [str(model.dtype).removeprefix("torch.") for model in ensemble.members] == list(dtypes)
 
 
 @each_token_method
 def test_the_order_of_equally_weighted_assistants_does_not_matter(method):
     """G3: Distributions over the primary's ids, and the text, for three assistants that each stand everywhere."""
-    names = ("gemma", "unigram", "large")
-    models = [tiny.tiny_llama(tokenizer_of(name), seed=n, num_hidden_layers=1) for n, name in enumerate(names)]
-    models[1].to(torch.bfloat16)
-    primary, smol = tiny.tiny_llama(tokenizer_of("smol"), seed=9), tokenizer_of("smol")
     expected = None
-    for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
-        ensemble = make_ensemble(
-            [primary, *(models[n] for n in order)], [smol, *(tokenizer_of(names[n]) for n in order)], method=method
-        )
-        output = run(ensemble, prompt_rows(ensemble)[:1], max_new_tokens=3)
+    for ensemble in ensembles_in_every_order():
+        output = run(ensemble, prompt_rows(ensemble)[:1], method=method, max_new_tokens=3)
         expected = expected or output
         assert output.sequences.tolist() == expected.sequences.tolist()
         for a, b in zip(output.logits, expected.logits, strict=True):

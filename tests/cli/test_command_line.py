@@ -53,7 +53,14 @@ def test_help_has_examples(name):
     assert len(examples(name)) > 1
 
 
-@pytest.mark.parametrize("line", [line for name in OURS for line in examples(name)])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.slow] * (n > 0))  # quick is the first of each command
+        for name in OURS
+        for n, line in enumerate(examples(name))
+    ],
+)
 def test_examples_of_the_help_run(line, files, monkeypatch, capsys):
     argv = shlex.split(line)[1:]
     served = []

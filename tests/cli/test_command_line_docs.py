@@ -13,6 +13,7 @@ from tests import tiny
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "command_line.md"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 def test_shell_blocks_run(tmp_path, monkeypatch, capsys):
     tiny.save_pair(tmp_path, "model-a", "model-b")

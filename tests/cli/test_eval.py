@@ -56,6 +56,7 @@ def test_a_table_is_printed_and_written_and_work_goes_on(tmp_path, capsys):
     assert len(state.read_text("utf-8").splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_the_examples_of_its_help_run(capsys):
     pytest.importorskip("matplotlib")
     lines = re.sub(r" \\\n +", " ", command._EXAMPLES).splitlines()

@@ -234,6 +234,7 @@ def test_tables_are_written_in_one_go(whole, tmp_path):
         whole.write_table(tmp_path / "none" / "table.md")
 
 
+@pytest.mark.slow
 def test_plots_have_a_panel_for_each_measure(whole, tmp_path):
     pytest.importorskip("matplotlib")
     whole.plot(tmp_path / "plot.svg")
@@ -241,5 +242,8 @@ def test_plots_have_a_panel_for_each_measure(whole, tmp_path):
     assert drawn.count(b"bits per byte") == 3
     whole.plot(tmp_path / "plot.svg")
     assert (tmp_path / "plot.svg").read_bytes() == drawn
+
+
+def test_a_plot_of_another_ending_is_refused(whole, tmp_path):
     with pytest.raises(ConfigurationError, match=r"has to end in .svg"):
         whole.plot(tmp_path / "plot.md")

@@ -31,7 +31,7 @@ BY_TURNS = [
         (n + turn) % 2,
         METHODS[("gac", "unite")[(n // 2 + turn) % 2]],
         id=f"{recipe}, {turn}",
-        marks=[pytest.mark.slow] * (turn or n > 3),
+        marks=[pytest.mark.slow] * (turn or n == 1 or n > 3),
     )
     for n, recipe in enumerate(RECIPES)
     for turn in (0, 1)
@@ -350,8 +350,15 @@ def test_the_plain_processor_cannot_draw(twins):
 ROW_WEIGHTS = [[1, 1], [1, 3], [4, 1]]
 
 
-@pytest.mark.parametrize("method", ["gac", "unite"])
-@pytest.mark.parametrize("form", [list, torch.tensor])
+@pytest.mark.parametrize(
+    ("form", "method"),
+    [
+        (list, "gac"),
+        (torch.tensor, "unite"),
+        pytest.param(list, "unite", marks=pytest.mark.slow),
+        pytest.param(torch.tensor, "gac", marks=pytest.mark.slow),
+    ],
+)
 def test_every_row_has_its_own_weights(method, form):
     ensemble = CORE_RECIPES[0].ensemble
     found = run(ensemble, batch_of(ensemble), method=method, weights=form(ROW_WEIGHTS))

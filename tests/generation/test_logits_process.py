@@ -28,6 +28,18 @@ WAYS = {
 }
 
 
+def cases_in(ways):
+    """All cases in all ways; quick are GaC on the first recipe in each, and the other quick cases in every other way."""
+    params = [
+        pytest.param(
+            *case.values, way, id=f"{way}-{case.id}", marks=[*case.marks, *[pytest.mark.slow] * (n and (n + k) % 2)]
+        )
+        for k, way in enumerate(ways)
+        for n, case in enumerate(cases(RECIPES, METHODS))
+    ]
+    return pytest.mark.parametrize(("ensemble", "method", "way"), params, indirect=["ensemble"])
+
+
 def unchanged(input_ids, scores):
     """With a processor of the user's, the ensemble decides over the primary's columns."""
     return scores
@@ -72,8 +84,7 @@ def folded(ensemble, method, rows, pad_token_id=None, **options):
     return run(ensemble, inputs, method=method, logits_processor=[unchanged], output_scores=True, **options)
 
 
-@each_case
-@pytest.mark.parametrize("way", WAYS)
+@cases_in(WAYS)
 def test_it_writes_what_the_ensemble_writes(ensemble, method, way):
     rows = prompt_rows(ensemble)[:1]
     found = beside(ensemble, [processor_of(ensemble, method)], rows, **WAYS[way])
@@ -92,8 +103,7 @@ def test_under_unite_it_is_the_ensemble_without_any_folding(ensemble):
     assert found.sequences.tolist() == run(ensemble, rows, method="unite").sequences.tolist()
 
 
-@each_case
-@pytest.mark.parametrize("way", ["greedy", "beams"])
+@cases_in(["greedy", "beams"])
 def test_a_batch_with_padding_is_the_ensembles(ensemble, method, way):
     """The leading run of pad ids is padding; here the end id pads, as for many models."""
     pad = ensemble.tokenizer.pad_token_id

@@ -114,8 +114,14 @@ def ensemble():
 # --- Lengths --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [("smol", "gemma"), ("gemma", "smol")], ids=" + ".join)
-@pytest.mark.parametrize("text", [ENGLISH, GERMAN, THAI], ids=["english", "german", "thai"])
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        pytest.param(text, names, id=f"{language}-{' + '.join(names)}", marks=[pytest.mark.slow] * ((n + turn) % 2))
+        for n, (language, text) in enumerate({"english": ENGLISH, "german": GERMAN, "thai": THAI}.items())
+        for turn, names in enumerate((("smol", "gemma"), ("gemma", "smol")))
+    ],
+)
 def test_lengths_count_the_primarys_ids_and_the_last_span_is_cut(names, text):
     ensemble = duet(names, text)
     prompt = text[:3]
@@ -648,9 +654,15 @@ def test_positions_that_run_out_inside_a_character_end_the_row(limited):
 # --- Numbers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize(
+    ("bad", "do_sample", "index"),
+    [
+        pytest.param(bad, do_sample, index, marks=[pytest.mark.slow] * ((n + do_sample + index) % 2))
+        for n, bad in enumerate((torch.nan, torch.inf))
+        for do_sample in (False, True)
+        for index in (0, 1)
+    ],
+)
 def test_what_is_not_finite_names_member_dtype_and_round(index, do_sample, bad):
     names = ["smol", "gemma"]
     models = [tiny.tiny_llama(tokenizer_of(name), seed=1) for name in names]

@@ -40,7 +40,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control
 
 METHODS = ("gac", "unite", "deepen", "mined", "eva")
 LENGTH = 4
-QUICK = [*((CORE_RECIPES[0], method) for method in METHODS[:3]), (CORE_RECIPES[1], "unite"), (CORE_RECIPES[2], "gac")]
+QUICK = [(CORE_RECIPES[0], "gac"), (CORE_RECIPES[0], "deepen"), (CORE_RECIPES[1], "unite"), (CORE_RECIPES[2], "gac")]
+SLOWLY_UNITE = ["gac", pytest.param("unite", marks=pytest.mark.slow)]
 
 
 @pytest.fixture
@@ -180,8 +181,14 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("method", ["gac", "unite"])
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        pytest.param(method, name, id=f"{method}-{name}", marks=[pytest.mark.slow] * ((n + turn) % 2))
+        for turn, method in enumerate(("gac", "unite"))
+        for n, name in enumerate(OPTIONS)
+    ],
+)
 def test_an_option_acts_as_in_the_plain_loop(name, method, ensemble, batch, monkeypatch):
     force_length(monkeypatch)
     stub = Stub(monkeypatch)
@@ -233,7 +240,7 @@ def test_streamed_and_stopped_id_by_id(ensemble, row, monkeypatch):
     assert streamer.num_ends == 1
 
 
-@pytest.mark.parametrize("length", [1, 3, LENGTH])
+@pytest.mark.parametrize("length", [1, pytest.param(3, marks=pytest.mark.slow), LENGTH])
 def test_captured_members_draft_before_the_last_ids_are_handed_out(length, ensemble, row, batch, monkeypatch):
     def stops(input_ids, scores, **kwargs):
         # The first row ends where nobody else can know.
@@ -349,7 +356,7 @@ def test_a_member_without_weight_may_draft(ensemble, row, monkeypatch):
     assert expected.num_forwards[2] == 0
 
 
-@pytest.mark.parametrize("method", ["gac", "unite"])
+@pytest.mark.parametrize("method", SLOWLY_UNITE)
 def test_a_drafter_without_weight_and_positions_left_stops_drafting(method, monkeypatch):
     force_length(monkeypatch)
     models = [tiny.tiny_llama(small()), tiny.tiny_llama(large(), seed=1), tiny.tiny_gpt2(large(), n_positions=12)]
@@ -449,7 +456,7 @@ def test_logits_of_a_position_that_was_not_used_may_be_anything(ensemble, row, m
 # --- Sampling -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["gac", "unite"])
+@pytest.mark.parametrize("method", SLOWLY_UNITE)
 def test_a_sampled_text_does_not_depend_on_the_drafts(method, ensemble, batch, monkeypatch):
     force_length(monkeypatch)
     stub = Stub(monkeypatch)
@@ -467,6 +474,7 @@ def test_a_sampled_text_does_not_depend_on_the_drafts(method, ensemble, batch, m
     assert other.sequences.tolist() != found[0].sequences.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gac", "unite"])
 def test_sampled_texts_have_the_law_of_the_plain_loop(method, monkeypatch):
     """Chi-square over the texts of two entries, against the product of the fused probabilities."""
