@@ -163,5 +163,5 @@ def put_eos(probs: Tensor, eos_mass: Tensor, primary_logits: Tensor, eos_ids: Te
         `probs`.
     """
     probs.index_fill_(1, eos_ids, nothing)
-    best = eos_ids if len(eos_ids) == 1 else eos_ids[primary_logits[:, eos_ids].argmax(-1)]  # (B,)
+    best = eos_ids if len(eos_ids) == 1 else eos_ids[primary_logits[:, eos_ids].argmax(-1)]  # (B,) or (1,)
     return probs.scatter_(1, best.expand(len(probs))[:, None], eos_mass[:, None])

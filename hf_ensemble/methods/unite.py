@@ -51,26 +51,23 @@ class Unite(TokenMethod):
         # A step is a chain of small kernels, so tables of all members are read at once.
         self._read_from = torch.stack(read_from)  # (M, union_size + 1)
         self._to_union = pad_sequence([maps.to_union for maps in self.maps], batch_first=True, padding_value=-1)
-        first_id = self.maps[0].first_id
-        self._written_as = first_id[:-1].clamp_min(0)
-        self._written_as = torch.cat([self._written_as, self._written_as.new_zeros(1)])  # EOS has an id of its own
-        may_be_written = first_id >= 0
-        may_be_written[-1] = self.maps[0].eos_ids.numel() > 0
-        self._may_be_written = may_be_written.float()
+        self._written_as = self.maps[0].first_id.clamp_min(0)
+        self._may_be_written = (self.maps[0].first_id >= 0).float()
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""
         primary = logits[0]
         assert primary is not None
-        batch_size, union_size = primary.shape[0], len(self.union)
-        present = [index for index, one in enumerate(logits) if one is not None]
-        masked = [self.masked(one, index) for index, one in enumerate(logits) if one is not None]
-        known = dict(zip(present, map(log_normalizer, masked), strict=True))
-        unknown = primary.new_zeros(0 if len(known) == len(logits) else batch_size)
-        normalizers = torch.stack([known.get(index, unknown) for index in range(len(logits))], dim=-1)
-        entries = [
-            merge_duplicates(row, self.maps[index].duplicates) for index, row in zip(present, masked, strict=True)
-        ]
+        masked = {index: self.masked(one, index) for index, one in enumerate(logits) if one is not None}
+        present = list(masked)
+        normalizers = torch.stack(
+            [
+                log_normalizer(masked[index]) if index in masked else primary.new_zeros(len(primary))
+                for index in range(len(logits))
+            ],
+            dim=-1,
+        )
+        entries = [merge_duplicates(row, self.maps[index].duplicates) for index, row in masked.items()]
         top_k = min(self.top_k, max(row.shape[-1] for row in entries))
         values, ids = top_entries_of_each(entries, top_k)  # (M, B, k)
         shares = _some(weights.T, present)[..., None]  # (M, B, 1)
@@ -85,23 +82,22 @@ class Unite(TokenMethod):
         at.clamp_min_(0)
         tables = [
             merged if merged is row else torch.cat([merged, row], dim=-1)
-            for merged, row in zip(entries, masked, strict=True)
+            for merged, row in zip(entries, masked.values(), strict=True)
         ]
         key_logits = torch.stack([table.gather(-1, places) for table, places in zip(tables, at, strict=True)])
         # A row in which the member takes no part may hold no key that it can write: all `-inf`, so NaN.
         probs = torch.where(is_read, key_logits, -torch.inf).softmax(-1).nan_to_num_()
         fused = (probs * shares).sum(0)  # (B, M * k)
-        eos_ids = self.maps[0].eos_ids
-        is_eos = keys == union_size
         written_as = self._written_as[keys]
         fused *= self._may_be_written[keys]
         fused /= fused.sum(-1, keepdim=True)
-        columns = primary.new_zeros(primary.shape).scatter_add_(1, written_as, fused.masked_fill(is_eos, 0.0))
+        columns = primary.new_zeros(primary.shape).scatter_add_(1, written_as, fused)
         # The logarithm of a whole row of zeros takes a CPU milliseconds.
         logprobs = torch.full_like(primary, -torch.inf)
         logprobs.scatter_(1, written_as, columns.gather(1, written_as).log_())
-        if eos_ids.numel():
-            put_eos(logprobs, (fused * is_eos).sum(-1).log_(), primary, eos_ids, nothing=-torch.inf)
+        eos_ids = self.maps[0].eos_ids
+        if len(eos_ids) > 1:  # until here the first one has it
+            put_eos(logprobs, logprobs.index_select(1, eos_ids[:1])[:, 0], primary, eos_ids, nothing=-torch.inf)
         return Mixed(logprobs, normalizers)
 
 
