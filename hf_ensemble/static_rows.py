@@ -208,11 +208,9 @@ class StaticBuffers:
             return
         with lock_of(self._stream):
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            try:
-                with torch.cuda.stream(self._stream):
-                    yield
-            finally:
-                self._is_running = True
+            self._is_running = True
+            with torch.cuda.stream(self._stream):
+                yield
 
     def take(self, other: "StaticBuffers", rows: Sequence[int], into: Sequence[int], length: int) -> None:
         """Copy the first `length` slots of rows of `other`, which may be this one, into rows `into` of this one."""

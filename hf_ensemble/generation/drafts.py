@@ -1,7 +1,6 @@
 """Where drafts come from: the row's own text, or a member that writes on by itself."""
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -140,13 +139,10 @@ class MemberDrafter:
 
     def __init__(self, member: Member):
         self.member = member
-        self._token_bytes = member.encoder.token_bytes
-        no_token = (self._token_bytes.kinds == NO_TOKEN).nonzero()[0]
+        no_token = (member.encoder.token_bytes.kinds == NO_TOKEN).nonzero()[0]
         self._no_token = torch.as_tensor(no_token, device=member.device) if len(no_token) else None
 
-    def draft(
-        self, state: MemberState[MemberContext], lengths: Sequence[int], clock: Callable[[], float] = time.perf_counter
-    ) -> Draft:
+    def draft(self, state: MemberState[MemberContext], lengths: Sequence[int], clock: Callable[[], float]) -> Draft:
         """Let the member write on in its own contexts, which stay as they are.
 
         Args:
@@ -166,7 +162,7 @@ class MemberDrafter:
         drafts = [PlainContext(list(context.ids), context.num_kept) for context in contexts]
         active = [n for n, length in enumerate(lengths) if length > 0 and not contexts[n].sits_out]
         state.contexts = drafts  # type: ignore[assignment]
-        if self.is_chained and len(active) == len(contexts):
+        if self.member.is_captured and len(active) == len(contexts):
             ids, events = self._write_chained(state, drafts, max(lengths))
             written = Draft(ids, lengths, self.member.is_control, clock() - start, events)
         else:
@@ -176,11 +172,6 @@ class MemberDrafter:
             context.num_kept = min(draft.num_kept, len(context.ids))
         state.contexts = contexts
         return written
-
-    @property
-    def is_chained(self) -> bool:
-        """Whether the host need not see an id before the next one is written."""
-        return self.member.is_captured
 
     def _write_chained(
         self, state: MemberState[MemberContext], drafts: Sequence[PlainContext], length: int

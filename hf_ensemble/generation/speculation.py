@@ -375,7 +375,7 @@ class SpeculativeDecoder:
             self._length.checked(max(len(chain.columns) for chain in chains), clock() - start)
         self._is_first_round = False
         self._judge(choices, used, plan, drafter, drafts, begun.guesses)
-        if self._live and any(drafter.is_chained for _, drafter in self._drafters.values()):
+        if self._live and any(drafter.member.is_captured for _, drafter in self._drafters.values()):
             # A GPU drafts while what has been decided is handed out.
             self._begun = self._begin_draft()
 
