@@ -1,5 +1,8 @@
 """Several causal language models, with different tokenizers, that decode together as one Hugging Face model."""
 
+from .choosing.prompt_weights import packllm_weights, weights_from_scores
+from .choosing.selection import select_members
+from .choosing.tuning import tune_method
 from .config import (
     DeepenConfig,
     EnsembleConfig,
@@ -10,19 +13,16 @@ from .config import (
     SweetSpanConfig,
     UniteConfig,
 )
-from .decisions import Decision, Decisions, MemberDecision
+from .decoding.hooks import EnsembleLogitsProcessor
+from .decoding.spans.decoder import SpanCandidate, SpanDecoderOutput, SpanRound
+from .decoding.speculation.decoder import SpeculationRound, SpeculationStats
+from .decoding.stopping_criteria import SpanStoppingCriteria
 from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
-from .generation.likelihoods import Scores
-from .generation.logits_process import EnsembleLogitsProcessor
-from .generation.span_decoding import SpanCandidate, SpanDecoderOutput, SpanRound
-from .generation.speculation import SpeculationRound, SpeculationStats
-from .generation.stopping_criteria import SpanStoppingCriteria
 from .model import EnsembleForCausalLM
-from .selection import select_members
-from .tuning import tune_method
+from .recording.decisions import Decision, Decisions, MemberDecision
+from .scoring.likelihoods import Scores
 from .vocabulary.anchors import AnchorTokens
 from .vocabulary.union import UnionVocabulary
-from .weights import packllm_weights, weights_from_scores
 
 __version__ = "0.1.0.dev0"
 

@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from .config import METHODS, method_config
 from .errors import ConfigurationError
-from .generation.likelihoods import encode_text
-from .member import padded_left
+from .members.member import padded_left
 from .model import EnsembleForCausalLM
+from .scoring.likelihoods import encode_text
 
 try:
     from lm_eval.api.model import TemplateLM

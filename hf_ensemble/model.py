@@ -31,7 +31,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .chat.rendering import ChatRenderer
 from .chat.tokenizer import ensemble_tokenizer
-from .compatibility import CompatibilityReport, compare_members
 from .config import (
     EnsembleConfig,
     MemberConfig,
@@ -41,26 +40,27 @@ from .config import (
     method_config,
     normalize_weights,
 )
+from .decoding.decided_ids import write_decided
+from .decoding.hooks import FusionProcessor, SelectionProcessor, UnpaddedPenalty
+from .decoding.prompts import OwnPrompts
+from .decoding.row_processors import WARPERS, RowProcessors, needs_whole_batch
+from .decoding.spans.decoder import SpanDecoder, SpanDecoderOutput
+from .decoding.speculation.decoder import PrimaryAlone, SpeculativeDecoder
+from .decoding.speculation.draft_length import DraftLength
+from .decoding.speculation.options import Speculation, obstacle_in_call, obstacle_in_method
+from .decoding.step_weights import MixingWeights, WeightsLike
+from .decoding.stopping_criteria import FollowingCriteriaList
+from .decoding.token_decoder import TokenFusion
 from .errors import ConfigurationError, MemberError
-from .generation.decided_ids import write_decided
-from .generation.draft_length import DraftLength
-from .generation.likelihoods import Scores, read_pairs, score_pairs
-from .generation.logits_process import FusionProcessor, SelectionProcessor, UnpaddedPenalty
-from .generation.mixing_weights import MixingWeights, WeightsLike
-from .generation.prompts import OwnPrompts
-from .generation.recording import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
-from .generation.recording_spans import decisions_of_rounds
-from .generation.row_processors import WARPERS, RowProcessors, needs_whole_batch
-from .generation.span_decoding import SpanDecoder, SpanDecoderOutput
-from .generation.speculation import PrimaryAlone, SpeculativeDecoder
-from .generation.speculation_options import Speculation, obstacle_in_call, obstacle_in_method
-from .generation.stopping_criteria import FollowingCriteriaList
-from .generation.token_fusion import TokenFusion
-from .loading import HUB_OPTIONS, check_members, check_token, load_members, loaded_commit, resolve_members
-from .member import Member
+from .hub.loading import HUB_OPTIONS, check_members, check_token, load_members, loaded_commit, resolve_members
+from .hub.saving import EnsembleParts, is_local, local_card, plan_push, plan_save, push_ensemble, write_ensemble
+from .member_comparison import CompatibilityReport, compare_members
+from .members.member import Member
 from .methods import build_method
 from .methods.base import MemberMaps, TokenMethod, eos_ids_of
-from .saving import EnsembleParts, is_local, local_card, plan_push, plan_save, push_ensemble, write_ensemble
+from .recording.recorder import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
+from .recording.spans import decisions_of_rounds
+from .scoring.likelihoods import Scores, read_pairs, score_pairs
 from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from .errors import ConfigurationError
-from .member import Member
+from .members.member import Member
 
 _Part = TypeVar("_Part")
 

@@ -46,7 +46,7 @@ CACHE_MODES = {
     "lfm2": "row_chunks",
     "jamba": "row_tokens",
 }
-"""How each architecture's cache can follow a text, as `tests/test_member.py` finds by trying; Gemma-3 and Mistral have
+"""How each architecture's cache can follow a text, as `tests/members/test_member.py` finds by trying; Gemma-3 and Mistral have
 a window of 8."""
 
 PROMPTS = ("The capital of France is", "The cat", "Once upon a time there was a king")

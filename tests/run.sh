@@ -126,7 +126,7 @@ if ! $quick; then
     few=() few_of_oldest=() few_real=()
     if $ci; then
         few=(-k "not (contract_about or contract_holds)")
-        few_of_oldest=(--ignore=tests/generation --ignore=tests/test_{contracts,compatibility,decisions,score,span_lengths}.py
+        few_of_oldest=(--ignore=tests/decoding --ignore=tests/recording --ignore=tests/scoring --ignore=tests/test_{contracts,member_comparison,span_lengths}.py
             --ignore=tests/cli/test_{command_line,command_line_docs,eval}.py --ignore=tests/bug_bank/test_{g_numerics,h_devices,i_errors}.py)
         few_real=(--ignore=tests/real/test_{bug_bank,decisions}_real.py)
     fi
@@ -134,7 +134,7 @@ if ! $quick; then
     # What is slow, other methods beside GaC and spans, and what no version of transformers changes, is the same on both.
     tests "unit tests, oldest" $oldest/python "${unit[@]}" "$without and not real and not slow" -k "not (unite or deepen or mined or eva)" \
         --ignore=tests/evaluation --ignore=tests/methods --ignore=tests/vocabulary --ignore-glob="tests/test_reference*" \
-        --ignore=tests/test_{docs,examples,mixing,selection,tuning,weights}.py "${few_of_oldest[@]}"
+        --ignore=tests/choosing --ignore=tests/test_{docs,examples,mixing}.py "${few_of_oldest[@]}"
     tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not (unite or gemma or scripts)" "${few_real[@]}"
     tests "real and lm-eval, newest" $with_lm_eval/python "${real[@]}" "$without" tests/test_lm_eval.py
 fi

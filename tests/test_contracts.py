@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from hf_ensemble import EnsembleForCausalLM, EvaConfig
-from hf_ensemble.generation.draft_length import DraftLength
+from hf_ensemble.decoding.speculation.draft_length import DraftLength
 from tests import contracts
 from tests.contracts import cases
 
@@ -26,7 +26,7 @@ def test_contract_about_caches_and_positions_holds(contract, recipe, method):
 @pytest.mark.parametrize("contract", contracts.ABOUT_DISTRIBUTIONS, ids=lambda contract: contract.__name__)
 def test_contract_about_distributions_holds(contract, recipe, method):
     if method == contracts.SPANS and contract is contracts.the_same_model_twice_is_that_model:
-        pytest.skip("about distributions: for spans see tests/generation/test_span_decoding.py")
+        pytest.skip("about distributions: for spans see tests/decoding/test_span_decoding.py")
     if method == "eva" and contract is contracts.the_same_model_twice_is_that_model:
         # The two logits of the entry where proposals are cut may differ in rounding.
         method = EvaConfig(top_k=10_000)

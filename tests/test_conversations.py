@@ -18,9 +18,9 @@ from hf_ensemble.chat import memory
 from hf_ensemble.chat.conversation import read_conversations
 from hf_ensemble.chat.rendering import ChatRenderer
 from hf_ensemble.chat.tokenizer import ensemble_tokenizer
+from hf_ensemble.choosing.prompt_weights import packllm_weights
 from hf_ensemble.vocabulary.rendered import RenderedEncoder
 from hf_ensemble.vocabulary.token_bytes import TokenBytes
-from hf_ensemble.weights import packllm_weights
 from tests import tiny
 from tests.bug_bank.kit import contexts_of, control_tokens_may_be_chosen, ready, spelling
 

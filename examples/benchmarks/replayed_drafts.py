@@ -20,8 +20,8 @@ from large_members import TEXT, load, time_ensemble
 from turns import quartiles
 
 import hf_ensemble
-from hf_ensemble.generation.drafts import NGRAM
-from hf_ensemble.generation.speculation import SpeculativeDecoder
+from hf_ensemble.decoding.speculation.decoder import SpeculativeDecoder
+from hf_ensemble.decoding.speculation.drafts import NGRAM
 
 
 def outcomes(path: Path, method: str, drafter: str | None) -> list[bool]:

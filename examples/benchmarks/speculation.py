@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import hf_ensemble
 from hf_ensemble import EnsembleForCausalLM
-from hf_ensemble.generation.draft_length import DraftLength
+from hf_ensemble.decoding.speculation.draft_length import DraftLength
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

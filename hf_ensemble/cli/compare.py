@@ -5,7 +5,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..development import member_options
+from ..dev_set import member_options
 from ..model import EnsembleForCausalLM
 from . import arguments
 from .output import json_line, output

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from ..development import run_batches
+from ..dev_set import run_batches
 from ..model import EnsembleForCausalLM
 from . import arguments
 from .conversation import answer

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..development import METRICS
+from ..choosing.selection import Selection, select_members
+from ..dev_set import METRICS
 from ..errors import ConfigurationError
 from ..files import read_json_lines
 from ..model import EnsembleForCausalLM
-from ..selection import Selection, select_members
 from . import arguments
 from .output import json_line, output
 

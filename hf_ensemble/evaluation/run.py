@@ -17,7 +17,7 @@ from ..config import (
     method_config,
     normalize_weights,
 )
-from ..development import run_batches
+from ..dev_set import run_batches
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
 from ..state_file import StateFile, describe_generation_config, describe_member, hash_of

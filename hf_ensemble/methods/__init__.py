@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import DeepenConfig, EvaConfig, GacConfig, MethodConfig, MinedConfig, UniteConfig
-from ..member import Member
+from ..members.member import Member
 from ..vocabulary.union import UnionVocabulary
 from .base import TokenMethod
 from .deepen import Deepen

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cuda_graphs import Captured
-from ..member import Member
+from ..members.cuda_graphs import Captured
+from ..members.member import Member
 from ..mixing import Duplicates, log_normalizer, merge_duplicates
 from ..vocabulary.context import Resync
 from ..vocabulary.token_bytes import CONTROL, TEXT

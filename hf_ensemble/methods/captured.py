@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..cuda_graphs import Captured
+from ..members.cuda_graphs import Captured
 from .base import Mixed, TokenMethod
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import DeepenConfig
-from ..cuda_graphs import Captured
 from ..errors import ConfigurationError, VocabularyError
+from ..members.cuda_graphs import Captured
 from ..mixing import log_normalizer, merge_duplicates, put_eos, top_entries
 from ..vocabulary.anchors import AnchorTokens
 from ..vocabulary.context import Resync

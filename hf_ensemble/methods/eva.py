@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from ..member import Member
+from ..members.member import Member
 from ..mixing import log_normalizer, merge_duplicates, top_entries
 from ..vocabulary.alignment import load_or_build_similar
 from ..vocabulary.context import Resync

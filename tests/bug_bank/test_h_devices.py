@@ -171,7 +171,7 @@ def test_each_member_is_planned_when_those_before_it_are_placed(pair, monkeypatc
         return model
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", classmethod(watch))
-    for module in ("hf_ensemble.placement.free_memory", "transformers.integrations.accelerate.get_max_memory"):
+    for module in ("hf_ensemble.hub.placement.free_memory", "transformers.integrations.accelerate.get_max_memory"):
         monkeypatch.setattr(module, query)
     monkeypatch.setattr("transformers.integrations.accelerate.accelerate_max_memory", query)
     ensemble = EnsembleForCausalLM.from_pretrained(pair, device_map="auto")
@@ -222,7 +222,7 @@ def test_what_cannot_fit_is_said_before_loading(device_map, gpu, fits, pair, pla
     total = sum(sizes_of(pair))
     plans.clear()
     room = {0: round(gpu * total), "cpu": total if isinstance(device_map, list) and fits else 0}
-    monkeypatch.setattr("hf_ensemble.placement.free_memory", lambda max_memory=None: dict(room))
+    monkeypatch.setattr("hf_ensemble.hub.placement.free_memory", lambda max_memory=None: dict(room))
     if fits:
         EnsembleForCausalLM.from_pretrained(pair, device_map=device_map)
         assert len(plans) == 2
@@ -235,7 +235,7 @@ def test_what_cannot_fit_is_said_before_loading(device_map, gpu, fits, pair, pla
 def test_a_smaller_dtype_may_make_it_fit(pair, plans, monkeypatch):
     """H1: Half the size."""
     total = sum(sizes_of(pair))
-    monkeypatch.setattr("hf_ensemble.placement.free_memory", lambda max_memory=None: {"cpu": total // 2})
+    monkeypatch.setattr("hf_ensemble.hub.placement.free_memory", lambda max_memory=None: {"cpu": total // 2})
     EnsembleForCausalLM.from_pretrained(pair, device_map="auto", dtype="bfloat16")
     with pytest.raises(ConfigurationError, match="do not fit"):
         EnsembleForCausalLM.from_pretrained(pair, device_map="auto", dtype="float32")

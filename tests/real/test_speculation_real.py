@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_ensemble import EnsembleForCausalLM
-from hf_ensemble.generation.draft_length import DraftLength
+from hf_ensemble.decoding.speculation.draft_length import DraftLength
 from tests.contracts import assert_same_choices
 
 pytestmark = pytest.mark.real

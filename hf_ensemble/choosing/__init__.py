@@ -1,0 +1,1 @@
+"""Which members, which weights, which options."""

@@ -1,0 +1,160 @@
+"""Mixing weights from what is known of the members: scores on a development set, or how they read the prompt."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import is_number
+from ..decoding.prompts import OwnPrompts, read_prompts
+from ..errors import ConfigurationError, MemberError
+from ..members.cached_rows import PlainContext
+from ..members.member import Member, MemberState
+from ..model import EnsembleForCausalLM
+from ..vocabulary.token_bytes import NO_TOKEN
+
+_MAX_LOGITS = 2**26
+"""Most logits of one forward: longer prompts go through the cache in pieces."""
+
+
+def weights_from_scores(scores: Sequence[float], chance: float = 0.0) -> list[float]:
+    """Give every member a weight in proportion to how far its development score lies above chance.
+
+    A member at or below chance gets weight 0 and so does not run.
+
+    Args:
+        scores: One score a member, on any one scale, the higher the better.
+        chance: What guessing scores on that scale: 0 for free text, 1/K (or 100/K) for K choices.
+
+    Returns:
+        Weights of sum 1, one a member.
+
+    Raises:
+        ConfigurationError: If there is no score, one is not finite, or none is above chance.
+
+    Reference:
+        DeePEn-Adapt in Huang et al., "Ensemble Learning for Heterogeneous Large Language Models with Deep Parallel
+        Collaboration" (https://arxiv.org/abs/2404.12715), section 3.
+    """
+    try:
+        values, chance = [float(score) for score in scores], float(chance)
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"`scores` and `chance` must be numbers, one score per member, but are {scores!r:.200} and {chance!r:.80}."
+        ) from None
+    if not values:
+        raise ConfigurationError("`scores` must have one entry per member, but is empty.")
+    if not all(map(math.isfinite, [*values, chance])):
+        raise ConfigurationError(f"`scores` and `chance` must be finite, but are {values} and {chance}.")
+    above = [max(0.0, value - chance) for value in values]
+    if not all(map(math.isfinite, above)) or not math.isfinite(sum(above)):
+        raise ConfigurationError(f"`scores` and `chance` are too far apart for weights: {values} and {chance}.")
+    total = math.fsum(above)
+    if total == 0:
+        raise ConfigurationError(
+            f"no score is above the chance level {chance:g}: the best is {max(values):g}. Give both on one scale, or "
+            "leave the weights uniform."
+        )
+    return [value / total for value in above]
+
+
+@torch.no_grad()
+def packllm_weights(
+    ensemble: EnsembleForCausalLM,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    token_type_ids: Any = None,
+    member_prompts: Sequence[Any] | None = None,
+) -> Tensor:
+    """Weigh members by how well each predicts the prompt, once a prompt and row.
+
+    `softmax(-loss * b / temperature)` over the members: `loss` is a member's mean loss in nats per byte, over the bytes
+    of the prompt that it predicts from what is before them, so that members that cut text finer are neither favoured
+    nor punished; `b` is the prompt's number of bytes per token of the primary, which makes it a loss per token again.
+    Ids that write nothing (BOS, control tokens of a template) are read but not counted. Each member reads the prompt
+    once, as it does in `generate` with re-encoded contexts; every member runs, whatever the ensemble's weights.
+
+    Args:
+        ensemble: The ensemble.
+        input_ids: The primary's ids of the prompts, of shape `(batch_size, length)`.
+        attention_mask: 1 for ids of the prompt and 0 for padding, of the same shape.
+        temperature: τ; the higher, the more alike the weights.
+        token_type_ids: Not read; accepted so that a tokenizer's whole output can be passed on.
+        member_prompts: Prompts of members' own, as in `generate`.
+
+    Returns:
+        Weights of shape `(batch_size, num_members)`, each row of sum 1, in float32 on the device of `input_ids`.
+
+    Raises:
+        ConfigurationError: If `temperature` is not positive, or a member has nothing to predict in a prompt: it is one
+            token of it, without a BOS.
+        MemberError: If a member fails, or gives NaN.
+
+    Reference:
+        Mavromatis et al., "Pack of LLMs: Model Fusion at Test-Time via Perplexity Optimization"
+        (https://arxiv.org/abs/2404.11531).
+    """
+    if not (is_number(temperature) and 0 < temperature < math.inf):
+        raise ConfigurationError(f"`temperature` has to be a positive number, but is {temperature!r}.")
+    options: dict[str, Any] = {"attention_mask": attention_mask}
+    ids = ensemble._prepare_inputs(input_ids, options)
+    if ids is None:
+        raise ConfigurationError("`input_ids` must be given: the weights depend on the prompt.")
+    members = ensemble._members
+    own = OwnPrompts(ensemble._renderers, member_prompts, len(ids))
+    prompts = read_prompts(members, range(len(members)), "retokenize", ids, options["attention_mask"], own)
+    losses = []
+    for index, member in enumerate(members):
+        rows = [context.ids for context in prompts.contexts[index]] if index else prompts.ids
+        losses.append(_losses_per_byte(member, rows))
+    entry = members[0].encoder.token_bytes.entry
+    num_tokens = [sum(1 for i in row if entry(i)) for row in prompts.ids]
+    bytes_per_token = torch.tensor([len(text) / n for text, n in zip(prompts.texts, num_tokens, strict=True)])
+    loss = torch.stack(losses, dim=-1)  # (num_prompts, M)
+    weights = (-loss * bytes_per_token[:, None] / temperature).softmax(-1)
+    return weights[prompts.prompt_of_row].to(ids.device)
+
+
+def _losses_per_byte(member: Member, rows: Sequence[Sequence[int]]) -> Tensor:
+    """A member's mean loss in nats per byte of what each row writes after its first id, of shape `(num_rows,)`."""
+    token_bytes = member.encoder.token_bytes
+    num_bytes = []
+    for n, row in enumerate(rows):
+        num_bytes.append(len(token_bytes.write_from_start(row)) - len(token_bytes.write_from_start(row[:1])))
+        if num_bytes[-1] == 0:
+            raise ConfigurationError(
+                f"member {member.name!r} has nothing to predict in prompt {n}, which is "
+                f"{token_bytes.write_from_start(row)!r} to it. Give longer prompts, or weights of another kind."
+            )
+    contexts = [PlainContext([]) for _ in rows]
+    state = MemberState(member, contexts)
+    no_token = torch.as_tensor(token_bytes.kinds == NO_TOKEN, device=member.device)
+    totals = torch.zeros(len(rows), dtype=torch.float64)
+    piece = max(1, _MAX_LOGITS // (len(rows) * member.vocab_size))
+    for start in range(0, max(map(len, rows)) - 1, piece):
+        new = [row[start : start + piece + 1] for row in rows]  # what is predicted, after the id before it
+        for context, row in zip(contexts, rows, strict=True):
+            context.ids = list(row[: min(start + piece, len(row) - 1)])
+        num_new = [max(0, len(ids) - 1) for ids in new]
+        width = max(num_new)
+        logits = state.logits([max(1, n) for n in num_new])
+        logits = logits.reshape(len(rows), -1, logits.shape[-1])[:, -width:]  # (num_rows, width, V)
+        logprobs = logits.float().masked_fill(no_token, -torch.inf).log_softmax(-1)
+        targets = torch.tensor([[0] * (width - n) + list(ids[1:]) for n, ids in zip(num_new, new, strict=True)])
+        chosen = logprobs.gather(-1, targets.to(logits.device)[..., None])[..., 0].cpu().double()
+        counts = torch.tensor(
+            [
+                [False] * (width - n) + [bool(token_bytes.entry(i)) for i in ids[1:]]
+                for n, ids in zip(num_new, new, strict=True)
+            ]
+        )
+        totals -= chosen.where(counts, 0).sum(-1)
+    if not bool(totals.isfinite().all()):
+        raise MemberError(
+            f"member {member.name!r} gave NaN or infinite logits on the prompt (its dtype is {member.model.dtype}). Load "
+            "it in bfloat16 or float32."
+        )
+    return (totals / torch.tensor(num_bytes)).float()

@@ -1,0 +1,248 @@
+"""Choosing members before they are put together: determine, then ensemble."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import check_positive_integer, is_number
+from ..dev_set import Metric, are_texts, mean_length, read_examples, read_metric, run_members, score_responses
+from ..errors import ConfigurationError
+from ..model import EnsembleForCausalLM
+from ..tables import aligned
+
+
+@dataclass(frozen=True)
+class CandidateReport:
+    """Why one candidate was taken or left.
+
+    Attributes:
+        index: Its place among the candidates as they were given.
+        name: Its name.
+        score: Its score, in points.
+        gap: Points below the best score.
+        mean_length: Mean number of characters of its responses; None if lengths were not given.
+        length_ratio: Its mean length and the best candidate's, the longer over the shorter; None like `mean_length`.
+        is_taken: Whether it is a member.
+        reason: Why.
+        responses: Its responses, where there are any.
+    """
+
+    index: int
+    name: str
+    score: float
+    gap: float
+    mean_length: float | None
+    length_ratio: float | None
+    is_taken: bool
+    reason: str
+    responses: tuple[str, ...] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The members chosen, and why; `str()` gives the table.
+
+    Attributes:
+        table: All candidates, the best score first.
+    """
+
+    table: tuple[CandidateReport, ...]
+
+    @property
+    def indices(self) -> list[int]:
+        """Places of the chosen among the candidates, the primary first."""
+        return [row.index for row in self.table if row.is_taken]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the chosen, the primary first."""
+        return [row.name for row in self.table if row.is_taken]
+
+    @property
+    def scores(self) -> list[float]:
+        """Scores of the chosen, the primary first."""
+        return [row.score for row in self.table if row.is_taken]
+
+    def __str__(self) -> str:
+        """The table, one line a candidate."""
+        rows = [["", "candidate", "score", "length", "reason"]]
+        for row in self.table:
+            length = "-" if row.mean_length is None else f"{row.mean_length:.1f}"
+            rows.append(["taken" if row.is_taken else "left", row.name, f"{row.score:.2f}", length, row.reason])
+        return aligned(rows)
+
+
+def select_members(
+    candidates: EnsembleForCausalLM | Sequence[str],
+    examples: Iterable[Any] | None = None,
+    metric: str | Metric | None = None,
+    *,
+    scores: Sequence[float] | None = None,
+    mean_lengths: Sequence[float] | None = None,
+    responses: Sequence[Sequence[str]] | None = None,
+    max_members: int | None = None,
+    max_gap: float = 10.0,
+    max_length_ratio: float = 2.0,
+    max_new_tokens: int | None = None,
+    batch_size: int = 8,
+    **generate_options: Any,
+) -> Selection:
+    """Choose the members of an ensemble: the best, and those that are nearly as good and answer at similar length.
+
+    The best score comes first. Then, in order of their scores, those follow that lie within `max_gap` points of it and
+    whose mean response length is within a factor `max_length_ratio` of its (both limits inclusive), until there are
+    `max_members`. Equal scores keep the order in which they were given.
+
+    Scores are given, or measured: every member of an ensemble then answers a small development set by itself, greedily
+    unless `generate_options` say other.
+
+    Args:
+        candidates: An ensemble of all candidates, or, where scores are given, their names.
+        examples: A development set to run: dictionaries with `prompt` and `reference`, or pairs of them.
+        metric: A function of a response and a reference that gives a number from 0 to 1, or `"exact_match"` or
+            `"contains"` (the reference is then a text or a list of texts). A score is 100 times its mean.
+        scores: One score a candidate, in points (percent).
+        mean_lengths: One mean response length a candidate, in any unit.
+        responses: For each candidate its responses, from which the mean lengths in characters are taken. With neither,
+            lengths are not compared, and the reasons say so.
+        max_members: Most members. Default: no limit.
+        max_gap: Most points below the best.
+        max_length_ratio: Most times that one mean length is the other.
+        max_new_tokens: Most ids of a response, where members are run.
+        batch_size: Number of prompts that run together.
+        **generate_options: Other options of the members' `generate`.
+
+    Returns:
+        The choice, and a table that says why each candidate was taken or left.
+
+    Raises:
+        ConfigurationError: If the figures do not match, a limit is out of range, the development set is empty, or the
+            metric gives no number from 0 to 1.
+
+    Reference:
+        Yao et al., "Determine-Then-Ensemble: Necessity of Top-k Union for Large Language Model Ensembling"
+        (https://arxiv.org/abs/2410.03777), section 4.1.
+    """
+    _check_limits(max_members, max_gap, max_length_ratio)
+    if isinstance(candidates, EnsembleForCausalLM):
+        names = [member.name for member in candidates._members]
+    else:
+        names = [] if isinstance(candidates, str) else [str(name) for name in candidates]
+    if not names:
+        raise ConfigurationError(
+            f"`candidates` has to be an ensemble or a list of at least one name, but is {candidates!r}."
+        )
+    if (examples is None) == (scores is None):
+        raise ConfigurationError("give either `scores`, or `examples` and a `metric` to measure them with.")
+    if examples is not None:
+        if mean_lengths is not None or responses is not None:
+            raise ConfigurationError("`mean_lengths` and `responses` are measured where `examples` are given.")
+        scores, responses = _measure(candidates, examples, metric, max_new_tokens, batch_size, generate_options)
+    else:
+        assert scores is not None
+        unused = {"metric": metric, "max_new_tokens": max_new_tokens, **generate_options}
+        if given := [name for name, value in unused.items() if value is not None]:
+            raise ConfigurationError(f"`{given[0]}` has no use where `scores` are given.")
+        scores = _figures("scores", scores, len(names))
+        if 0 < max(scores) <= 1 < max_gap:
+            raise ConfigurationError(
+                f"`scores` are in points (percent), but the best is {max(scores):g}. Give percent, or a `max_gap` on "
+                "their scale."
+            )
+    if responses is not None:
+        if mean_lengths is not None:
+            raise ConfigurationError("give `responses` or `mean_lengths`, not both.")
+        if not all(are_texts(texts) for texts in responses):
+            raise ConfigurationError("`responses` must have a list of texts for each candidate.")
+        if len(responses) != len(names) or not all(map(len, responses)):
+            raise ConfigurationError(
+                f"`responses` must have one list that is not empty per candidate: got {[*map(len, responses)]} "
+                f"responses for {len(names)} candidates."
+            )
+        mean_lengths = [mean_length(texts) for texts in responses]
+    lengths: list[float | None] = [None] * len(names)
+    if mean_lengths is not None:
+        lengths = list(_figures("mean_lengths", mean_lengths, len(names)))
+        if min(mean_lengths) < 0:
+            raise ConfigurationError(f"`mean_lengths` must be at least 0, but are {list(mean_lengths)}.")
+
+    order = sorted(range(len(names)), key=lambda i: -scores[i])
+    best = order[0]
+    table: list[CandidateReport] = []
+    for i in order:
+        gap = scores[best] - scores[i]
+        ratio = _length_ratio(lengths[best], lengths[i])
+        is_taken, reason = True, "the best score"
+        if i != best:
+            # Differences of decimal figures are not exact: 64.4 - 54.4 is above 10.
+            is_taken = False
+            if gap > max_gap + 1e-9:
+                reason = f"{gap:.1f} points below {names[best]}, more than {max_gap:g}"
+            elif ratio is not None and ratio > max_length_ratio + 1e-9:
+                longer = "longer" if (lengths[i] or 0) > (lengths[best] or 0) else "shorter"
+                reason = (
+                    f"responses {ratio:.1f} times {longer} than those of {names[best]}, more than {max_length_ratio:g}"
+                )
+            elif max_members is not None and sum(row.is_taken for row in table) == max_members:
+                reason = f"there are {max_members} members already"
+            else:
+                is_taken = True
+                alike = "lengths not compared" if ratio is None else f"lengths within a factor {ratio:.1f}"
+                reason = f"{gap:.1f} points below {names[best]}, {alike}"
+        texts = None if responses is None else tuple(responses[i])
+        table.append(CandidateReport(i, names[i], scores[i], gap, lengths[i], ratio, is_taken, reason, texts))
+    return Selection(tuple(table))
+
+
+def _measure(
+    candidates: Any, examples: Iterable[Any], metric: Any, max_new_tokens: int | None, batch_size: int, options: Any
+) -> tuple[list[float], list[list[str]]]:
+    """Run every candidate on the development set: their scores in points, and their responses."""
+    if not isinstance(candidates, EnsembleForCausalLM):
+        raise ConfigurationError("`candidates` has to be an ensemble where members are run, not a list of names.")
+    if metric is None:
+        raise ConfigurationError("`metric` must be given with `examples`.")
+    read = read_examples(examples)
+    measure = read_metric(metric)
+    members = candidates._members
+    responses = run_members(members, [example.prompt for example in read], max_new_tokens, batch_size, options)
+    values = [score_responses(texts, read, measure) for texts in responses]
+    for member, value in zip(members, values, strict=True):
+        if not 0 <= value <= 1:
+            raise ConfigurationError(
+                f"the metric has to give numbers from 0 to 1, but its mean for {member.name!r} is {value:g}. Divide it "
+                "by the greatest that it can give."
+            )
+    return [100 * value for value in values], responses
+
+
+def _check_limits(max_members: int | None, max_gap: float, max_length_ratio: float) -> None:
+    if max_members is not None:
+        check_positive_integer("max_members", max_members)
+    if not (is_number(max_gap) and max_gap >= 0):
+        raise ConfigurationError(f"`max_gap` has to be a number of at least 0, but is {max_gap!r}.")
+    if not (is_number(max_length_ratio) and max_length_ratio >= 1):
+        raise ConfigurationError(f"`max_length_ratio` has to be a number of at least 1, but is {max_length_ratio!r}.")
+
+
+def _figures(name: str, values: Sequence[float], count: int) -> list[float]:
+    try:
+        figures = [float(value) for value in values]
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"`{name}` must be numbers, one per candidate, but are {values!r:.200}.") from None
+    if len(figures) != count:
+        raise ConfigurationError(f"`{name}` must have one entry per candidate: got {len(figures)} for {count}.")
+    if not all(map(math.isfinite, figures)):
+        raise ConfigurationError(f"`{name}` must be finite, but are {figures}.")
+    return figures
+
+
+def _length_ratio(a: float | None, b: float | None) -> float | None:
+    """The longer over the shorter."""
+    if a is None or b is None:
+        return None
+    short, long = sorted((a, b))
+    if short == 0:
+        return 1.0 if long == 0 else math.inf
+    return long / short

@@ -1,0 +1,1 @@
+"""One `generate` call, step by step."""

@@ -1,0 +1,87 @@
+"""Logits processors applied to the positions of a draft: all at once, or position by position with a row's own ids."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+from .hooks import UnpaddedPenalty
+
+WARPERS = {
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TopHLogitsWarper",
+    "MinPLogitsWarper",
+    "TypicalLogitsWarper",
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "LogitNormalization",
+}
+"""Processors that act alike on any column, so that a decision over the union vocabulary may pass through them."""
+
+_BY_ROW = WARPERS | {
+    "RepetitionPenaltyLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "ExponentialDecayLengthPenalty",
+}
+"""Processors that do with a row alone what they do with it in a batch."""
+
+
+def needs_whole_batch(processors: Sequence[LogitsProcessor]) -> str | None:
+    """The name of a processor that may not be applied to one row of several; None if there is none."""
+    names = (type(processor).__name__ for processor in processors)
+    return next((name for name in names if name not in _BY_ROW), None)
+
+
+class RowProcessors:
+    """The processors of a call whose rows are decided at their own pace.
+
+    Args:
+        processors: The processors, in the order of the call. Where there are several rows, none of them may be one
+            that `needs_whole_batch`.
+        prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
+        prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
+
+    Attributes:
+        read_ids: Whether a processor depends on the ids before a position, so that `at` has to be called for one
+            position after the other; else `everywhere` does.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessor], prompt_ids: Tensor, prompt_mask: Tensor | None):
+        self._processors = list(processors)
+        self._prompt_ids = prompt_ids
+        self._mask = prompt_mask
+        self.read_ids = any(type(processor).__name__ not in WARPERS for processor in processors)
+        self._of_row: dict[int, LogitsProcessorList] = {}
+
+    def everywhere(self, scores: Tensor) -> Tensor:
+        """Process the scores of any positions, of shape `(num_positions, width)`."""
+        ids = self._prompt_ids.new_zeros(len(scores), 1)
+        return LogitsProcessorList(self._processors)(ids, scores)  # type: ignore[arg-type]
+
+    def at(self, row: int, new_ids: Sequence[int], scores: Tensor) -> Tensor:
+        """Process the scores after a row's new ids, of shape `(1, width)`."""
+        if row not in self._of_row:
+            self._of_row[row] = LogitsProcessorList([self._for_row(item, row) for item in self._processors])
+        prompt = self._prompt_ids[row : row + 1]
+        ids = torch.cat([prompt, torch.tensor([new_ids], dtype=prompt.dtype, device=prompt.device)], dim=-1)
+        return self._of_row[row](ids, scores)  # type: ignore[arg-type]
+
+    def _for_row(self, processor: LogitsProcessor, row: int) -> LogitsProcessor:
+        if self._mask is None or not isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            return processor
+        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
+            # The padding of every row, which is passed over here already.
+            processor = RepetitionPenaltyLogitsProcessor(processor.penalty)
+        return UnpaddedPenalty(processor, self._mask[row : row + 1])

@@ -1,0 +1,192 @@
+"""One member's logits at every step of given texts: many steps to a forward pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..members.cached_rows import PlainContext
+from ..members.member import Member, MemberState
+from ..vocabulary.context import MemberContext
+
+_MAX_BRANCH_IDS = 2**13
+"""Most cached ids that branches hold at once: every branch has a copy of the cache before it."""
+
+
+@dataclass(frozen=True)
+class ForcedText:
+    """What a member reads at every step of one row.
+
+    At step t that is `trunk[: shared[t]] + tails[t]`. Most tails are empty; the others are where the member cuts the
+    text so far in another way than it does later on.
+    """
+
+    trunk: list[int]
+    shared: list[int]
+    tails: list[list[int]]
+    sits_out: list[bool]
+
+    @classmethod
+    def of_ids(cls, prompt: Sequence[int], continuation: Sequence[int]) -> "ForcedText":
+        """Read ids as they are: a step before each id of the continuation."""
+        steps = range(len(continuation))
+        shared = [len(prompt) + step for step in steps]
+        return cls([*prompt, *continuation[:-1]], shared, [[] for _ in steps], [False for _ in steps])
+
+    @classmethod
+    def of_context(cls, context: MemberContext, written: Sequence[bytes]) -> "ForcedText":
+        """Let a context follow what the steps write; it is changed.
+
+        Args:
+            context: The member's context after the prompt.
+            written: What each step but the last writes.
+        """
+        ids = list(context.ids)
+        changes: list[tuple[int, list[int]]] = []
+        sits_out = [context.sits_out]
+        for data in written:
+            context.num_kept = len(context.ids)
+            context.write(data)
+            changes.append((context.num_kept, context.ids[context.num_kept :]))
+            sits_out.append(context.sits_out)
+        shared = [len(context.ids)]
+        for num_kept, _ in reversed(changes):
+            shared.append(min(num_kept, shared[-1]))
+        shared.reverse()
+        tails = [ids[shared[0] :]]
+        for (num_kept, new), num_shared in zip(changes, shared[1:], strict=True):
+            ids[num_kept:] = new
+            tails.append(ids[num_shared:])
+        return cls(list(context.ids), shared, tails, sits_out)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps there are."""
+        return len(self.shared)
+
+    @property
+    def longest(self) -> int:
+        """The number of ids in the longest context."""
+        return max(n + len(tail) for n, tail in zip(self.shared, self.tails, strict=True))
+
+    def context(self, step: int) -> list[int]:
+        """What the member reads at a step."""
+        return self.trunk[: self.shared[step]] + self.tails[step]
+
+
+class ForcedMember:
+    """Gives a member's logits along its texts, block of steps after block of steps.
+
+    Args:
+        member: The member.
+        texts: What it reads, by row.
+    """
+
+    def __init__(self, member: Member, texts: dict[int, ForcedText]):
+        self.member = member
+        self._texts = texts
+        self._live = list(texts)
+        self._state: MemberState[PlainContext] | None = None
+        self._logits: list[Tensor] = []
+        self._place_of: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def advance(self, start: int, stop: int) -> None:
+        """Compute the logits of a block of steps, which follows the last one.
+
+        Args:
+            start: Its first step.
+            stop: The step after its last.
+        """
+        live = [row for row in self._live if self._texts[row].num_steps > start]
+        if self._state is None:
+            self._live = live
+            self._state = self._started()
+        elif live != self._live:
+            places = [self._live.index(row) for row in live]
+            self._state.select(places, [self._state.contexts[place] for place in places])
+            self._live = live
+        self._logits, self._place_of = [], {}
+        if not live:
+            return
+        branches = [
+            (row, step)
+            for row in live
+            for step in range(start, min(stop, self._texts[row].num_steps))
+            if self._texts[row].tails[step] and not self._texts[row].sits_out[step]
+        ]
+        if branches and self.member.cache_mode not in ("static", "repack"):
+            # States that cannot be cut follow the text as it grows.
+            for step in range(start, stop):
+                self._run_step(step)
+            return
+        self._run_trunks(start, stop)
+        branches.sort(key=lambda branch: len(self._texts[branch[0]].tails[branch[1]]))
+        width = max(len(self._texts[row].trunk) for row in live)
+        size = max(1, _MAX_BRANCH_IDS // width)
+        for n in range(0, len(branches), size):
+            self._run_branches(branches[n : n + size])
+
+    def take(self, pairs: Sequence[tuple[int, int]]) -> Tensor:
+        """The logits at (row, step) pairs of the block, of shape `(num_pairs, vocab_size)`."""
+        parts, order = [], []
+        by_part: dict[int, list[int]] = {}
+        for n, pair in enumerate(pairs):
+            by_part.setdefault(self._place_of[pair][0], []).append(n)
+        for part, places in by_part.items():
+            source = self._logits[part]
+            index = torch.tensor([self._place_of[pairs[n]][1] for n in places], device=source.device)
+            parts.append(source.index_select(0, index))
+            order += places
+        if len(parts) == 1:
+            return parts[0]
+        taken = torch.cat(parts)
+        return torch.empty_like(taken).index_copy_(0, torch.tensor(order, device=taken.device), taken)
+
+    def _started(self) -> MemberState[PlainContext]:
+        """A state for the rows; a prompt that several of them have is run once."""
+        first = {row: tuple(self._texts[row].context(0)) for row in self._live}
+        distinct = list(dict.fromkeys(first.values()))
+        state = MemberState(self.member, [PlainContext(list(ids)) for ids in distinct])
+        if len(distinct) == len(self._live):
+            return state
+        state.logits()
+        number_of = {ids: n for n, ids in enumerate(distinct)}
+        prompts = [number_of[first[row]] for row in self._live]
+        state.select(prompts, [PlainContext(list(distinct[n]), len(distinct[n])) for n in prompts])
+        return state
+
+    def _run_trunks(self, start: int, stop: int) -> None:
+        assert self._state is not None
+        wanted, ends = [], []
+        for place, row in enumerate(self._live):
+            text = self._texts[row]
+            # A row of no id is no input for a model.
+            low, high = (max(1, text.shared[step]) for step in (start, min(stop, text.num_steps) - 1))
+            self._state.contexts[place].change(text.trunk[:high])
+            wanted.append(high - low + 1)
+            ends.append(high)
+        logits = self._state.logits(wanted)
+        width = max(wanted)
+        for place, row in enumerate(self._live):
+            text = self._texts[row]
+            for step in range(start, min(stop, text.num_steps)):
+                at = width - 1 - (ends[place] - max(1, text.shared[step]))
+                self._place_of[row, step] = len(self._logits), place * width + at
+        self._logits.append(logits.reshape(-1, logits.shape[-1]))
+
+    def _run_branches(self, branches: Sequence[tuple[int, int]]) -> None:
+        assert self._state is not None
+        twin = self._state.fork([self._live.index(row) for row, _ in branches])
+        twin.follow([PlainContext(self._texts[row].context(step)) for row, step in branches])
+        self._place_of.update((branch, (len(self._logits), place)) for place, branch in enumerate(branches))
+        self._logits.append(twin.logits())
+
+    def _run_step(self, step: int) -> None:
+        assert self._state is not None
+        places = [place for place, row in enumerate(self._live) if self._texts[row].num_steps > step]
+        for place in places:
+            self._state.contexts[place].change(self._texts[self._live[place]].context(step))
+        if places:
+            self._place_of.update(((self._live[place], step), (len(self._logits), place)) for place in places)
+            self._logits.append(self._state.logits(rows=places))

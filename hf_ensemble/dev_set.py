@@ -1,0 +1,215 @@
+"""A small development set: its examples, what models answer to them, and what a metric says of that."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers.utils import logging
+
+from .config import check_positive_integer
+from .errors import ConfigurationError
+from .members.member import Member, padded_left
+
+Metric = Callable[[str, Any], float]
+"""From a response and the example's reference to a number, the higher the better."""
+
+
+class Example(NamedTuple):
+    """One prompt, and what its response is compared with."""
+
+    prompt: str
+    reference: Any
+
+
+def read_examples(examples: Iterable[Any]) -> list[Example]:
+    """Check a development set: dictionaries with `prompt` and `reference`, or pairs of them.
+
+    Raises:
+        ConfigurationError: If there is no example, or one has another form or no prompt.
+    """
+    read = []
+    for n, example in enumerate(examples):
+        try:
+            if isinstance(example, Mapping):
+                prompt, reference = example["prompt"], example["reference"]
+            else:
+                prompt, reference = example
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"example {n} of the development set has to be a dictionary with 'prompt' and 'reference' or a pair of "
+                f"them, but is {example!r:.200}."
+            ) from error
+        read.append(Example(read_prompt(prompt, n), reference))
+    if not read:
+        raise ConfigurationError("the development set is empty: give at least one example.")
+    return read
+
+
+def read_prompt(prompt: Any, place: int) -> str:
+    """Check that a prompt is text to go on from."""
+    if not isinstance(prompt, str) or not prompt:
+        raise ConfigurationError(f"prompt {place} has to be a text that is not empty, but is {prompt!r:.200}.")
+    return prompt
+
+
+def read_metric(metric: str | Metric) -> Metric:
+    """Turn the name of a metric into its function.
+
+    Raises:
+        ConfigurationError: If there is no such metric.
+    """
+    if callable(metric):
+        return metric
+    if metric not in METRICS:
+        raise ConfigurationError(
+            f"`metric` has to be a function of a response and a reference, or one of {', '.join(METRICS)}, but is "
+            f"{metric!r}."
+        )
+    return METRICS[metric]
+
+
+def exact_match(response: str, reference: str | Sequence[str]) -> float:
+    """1 if the response is the reference, or one of them, but for case and white space around it; else 0."""
+    return float(_plain(response) in _plain_references(reference))
+
+
+def contains(response: str, reference: str | Sequence[str]) -> float:
+    """1 if the response holds the reference, or one of them, in whatever case; else 0."""
+    return float(any(text in _plain(response) for text in _plain_references(reference)))
+
+
+METRICS: dict[str, Metric] = {"exact_match": exact_match, "contains": contains}
+
+
+def _plain(text: str) -> str:
+    return text.strip().casefold()
+
+
+def _plain_references(reference: str | Sequence[str]) -> list[str]:
+    references = [reference] if isinstance(reference, str) else reference
+    if not are_texts(references):
+        raise ConfigurationError(
+            f"this metric compares with a text or a list of texts, but the reference is {reference!r:.200}."
+        )
+    return [_plain(text) for text in references]
+
+
+def are_texts(values: Any) -> bool:
+    """Whether a value is a list of texts."""
+    return isinstance(values, (list, tuple)) and all(isinstance(value, str) for value in values)
+
+
+def score_responses(responses: Sequence[str], examples: Sequence[Example], metric: Metric) -> float:
+    """Mean of a metric over a development set.
+
+    Raises:
+        ConfigurationError: If the metric gives something else than a finite number.
+    """
+    values = []
+    for n, (response, example) in enumerate(zip(responses, examples, strict=True)):
+        value = metric(response, example.reference)
+        try:
+            number = math.nan if isinstance(value, str) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ConfigurationError(
+                f"the metric has to give a finite number, but gave {value!r:.200} for example {n} (response "
+                f"{response!r:.200})."
+            )
+        values.append(number)
+    return math.fsum(values) / len(values)
+
+
+def mean_length(responses: Sequence[str]) -> float:
+    """Mean number of characters, white space at the ends aside."""
+    return sum(len(response.strip()) for response in responses) / len(responses)
+
+
+def run_batches(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    batch_size: int,
+    options: Mapping[str, Any],
+) -> Iterator[list[str]]:
+    """Let a model, or an ensemble, answer prompts in batches padded on the left, greedily unless options say other.
+
+    Args:
+        model: Anything with `generate`.
+        tokenizer: Its tokenizer; read, never changed.
+        prompts: The prompts.
+        max_new_tokens: Most ids of a response.
+        batch_size: Number of prompts that run together.
+        options: Other options of `generate`.
+
+    Yields:
+        The responses to each batch, without the prompts.
+
+    Raises:
+        ConfigurationError: If a number is not positive, or the options do not give one text a prompt.
+    """
+    check_positive_integer("max_new_tokens", max_new_tokens)
+    check_positive_integer("batch_size", batch_size)
+    options = {"do_sample": False, **options, "max_new_tokens": max_new_tokens}
+    device = model.get_input_embeddings().weight.device
+    pad = tokenizer.pad_token_id or 0
+    for start in range(0, len(prompts), batch_size):
+        rows = tokenizer(list(prompts[start : start + batch_size]))["input_ids"]
+        ids, mask = padded_left(rows, pad)
+        output = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **options)
+        if not isinstance(output, Tensor) or len(output) != len(rows):
+            raise ConfigurationError(
+                "the options of `generate` have to give one text a prompt: leave out `num_return_sequences` and "
+                "`return_dict_in_generate`."
+            )
+        yield tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
+
+
+def member_options(member: Member, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `generate` for a member that runs alone: with its own EOS ids, and its tokenizer for stop strings.
+
+    Raises:
+        ConfigurationError: If an option names ids of one tokenizer.
+    """
+    if "eos_token_id" in options:
+        raise ConfigurationError(
+            "`eos_token_id` cannot be used here: the ids of one tokenizer mean something else in another. Use "
+            "`stop_strings`, or add the ids to a member with `MemberConfig(eos_token_id=...)`."
+        )
+    own = dict(options)
+    if member.eos_token_ids:
+        own["eos_token_id"] = member.eos_token_ids
+    if "stop_strings" in options:
+        own["tokenizer"] = member.tokenizer
+    return own
+
+
+def run_members(
+    members: Sequence[Member],
+    prompts: Sequence[str],
+    max_new_tokens: int | None,
+    batch_size: int,
+    options: Mapping[str, Any],
+) -> list[list[str]]:
+    """Let every member alone answer the prompts, with the stock `generate` and its own EOS ids.
+
+    Returns:
+        For each member its response to each prompt.
+
+    Raises:
+        ConfigurationError: If `max_new_tokens` is missing, or an option names ids of one tokenizer.
+    """
+    if max_new_tokens is None:
+        raise ConfigurationError("`max_new_tokens` must be given to run the members.")
+    own_options = [member_options(member, options) for member in members]
+    responses: list[list[str]] = []
+    with logging.tqdm(total=len(members) * len(prompts), desc="running members", unit="prompt") as bar:
+        for member, own in zip(members, own_options, strict=True):
+            responses.append([])
+            for batch in run_batches(member.model, member.tokenizer, prompts, max_new_tokens, batch_size, own):
+                responses[-1] += batch
+                bar.update(len(batch))
+    return responses

@@ -1,1 +1,0 @@
-"""How an ensemble takes part in the stock `generate`."""

@@ -1,0 +1,1 @@
+"""Loading members, and saving and sharing ensembles."""

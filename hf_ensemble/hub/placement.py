@@ -1,0 +1,121 @@
+"""Whether the members fit where they are to be placed, and what memory is left for the next one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ..config import MemberConfig
+from ..errors import ConfigurationError
+
+_PLANNED = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Values of `device_map` that let `accelerate` place a model where there is room."""
+
+
+def check_memory(
+    members: Sequence[tuple[MemberConfig, PreTrainedConfig, Any, Any]], max_memory: Mapping[Any, Any] | None
+) -> None:
+    """Check that the members' weights fit, before any is read.
+
+    Each member's own plan sees what those before it take, since they are loaded one after the other. So all that is
+    checked is the sum: on each device that members are sent to as a whole, and over all devices for members that are
+    spread by a plan. Members that are quantised, or placed module by module, are left out.
+
+    Args:
+        members: Each distinct member with its configuration, dtype and device map.
+        max_memory: Bytes (or sizes like `"10GB"`) that all members together may take, by device. None: what is free.
+
+    Raises:
+        ConfigurationError: Naming the device, the sizes and the remedy.
+    """
+    placed = [(*member, _target(member[3])) for member in members if member[3] is not None]
+    if not placed:
+        return
+    budget = free_memory(max_memory)
+    needs: dict[Any, list[tuple[str, int]]] = {}
+    for item, config, dtype, _, target in placed:
+        if target in budget or target in _PLANNED:
+            size = _size(config, dtype)
+            if size is not None:
+                needs.setdefault(target, []).append((item.name or str(item.path), size))
+    for target, sizes in needs.items():
+        is_planned = target in _PLANNED
+        available = sum(budget.values()) if is_planned else budget[target]
+        needed = sum(size for _, size in sizes)
+        if needed > available:
+            parts = ", ".join(f"{name!r} {_gigabytes(size)}" for name, size in sizes)
+            where = "all devices together have" if is_planned else f"device {target!r} has"
+            raise ConfigurationError(
+                f"the members do not fit: their weights take {_gigabytes(needed)} ({parts}), but {where} "
+                f"{_gigabytes(available)} free. Use a smaller `dtype`, a quantised member, or another `device_map`."
+            )
+
+
+def free_memory(max_memory: Mapping[Any, Any] | None) -> dict[Any, int]:
+    """Bytes by device that may be taken: what is free now, or what is allowed.
+
+    Args:
+        max_memory: Bytes (or sizes like `"10GB"`) by device. None: what is free.
+    """
+    # Slow to import, and a model that is placed nowhere does without.
+    from accelerate.utils import get_max_memory
+
+    found: dict[Any, int] = get_max_memory(None if max_memory is None else dict(max_memory))
+    return found
+
+
+def remaining_memory(max_memory: Mapping[Any, Any], models: Sequence[PreTrainedModel]) -> dict[Any, int]:
+    """What is left of `max_memory`, which is for all members, once these are loaded.
+
+    Args:
+        max_memory: Bytes (or sizes like `"10GB"`) by device.
+        models: The members that are loaded.
+
+    Returns:
+        Bytes by device.
+    """
+    left = free_memory(max_memory)
+    for model in models:
+        for tensor in model.parameters():
+            key = _key(tensor.device)
+            if key in left:
+                left[key] = max(0, left[key] - tensor.numel() * tensor.element_size())
+    return left
+
+
+def _target(device_map: Any) -> Any:
+    """The plan, or the one device as `accelerate` names it; None for a map by modules."""
+    if isinstance(device_map, Mapping):
+        places = set(device_map.values())
+        return _target(places.pop()) if len(places) == 1 else None
+    if isinstance(device_map, str) and device_map in _PLANNED:
+        return device_map
+    if isinstance(device_map, int):
+        return device_map
+    try:
+        return _key(torch.device(device_map))
+    except (RuntimeError, TypeError):
+        return None
+
+
+def _key(device: torch.device) -> Any:
+    return device.type if device.type in ("cpu", "mps", "meta") else device.index or 0
+
+
+def _size(config: PreTrainedConfig, dtype: Any) -> int | None:
+    """Bytes of a model's weights; None if they are quantised."""
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    if dtype in (None, "auto"):
+        dtype = config.dtype or torch.float32
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"

@@ -1,0 +1,341 @@
+"""Recording who decides what in a call: small tensors at every step, read by the host in blocks and at the end."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteriaList
+
+from ..members.member import Member
+from ..methods.base import MemberMaps
+from ..mixing import merge_duplicates, top_entries
+from ..vocabulary.token_bytes import CONTROL
+from .decisions import Decision, Decisions, Entry, MemberDecision, texts_of_pieces
+
+_BLOCK = 256
+"""Steps after which what was recorded moves to the host, so that a long text holds little memory on the device."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who counts at a step; all of it on the CPU.
+
+    Attributes:
+        weights: Mixing weights, of shape `(batch_size, num_members)`.
+        heard: In which rows which member counts, of the same shape.
+        closed: Rows that a gate closed; None without a gate.
+        queued: Rows that do not choose.
+    """
+
+    weights: Tensor
+    heard: Tensor
+    closed: Collection[int] | None
+    queued: Collection[int]
+
+
+@dataclass
+class _Step:
+    """A step at which something was chosen.
+
+    Attributes:
+        number: Number of steps before it.
+        plan: Who counts.
+        members: Numbers of those of which something is recorded.
+        values: For each row the ensemble's probability of what was chosen, then, for each member, its own and those of
+            its best entries.
+        ids: For each row and member, the ids of its best entries, then 1 for those that are what was chosen.
+    """
+
+    number: int
+    plan: _Plan
+    members: list[int]
+    values: Any
+    ids: Any
+
+
+class DecisionRecorder:
+    """What is kept of the steps of one call, and what it comes to.
+
+    Args:
+        members: The members; the first is the primary.
+        maps: Index maps of those that may be heard, the primary's first.
+        prompt_ids: Of shape `(batch_size, prompt_length)`, a row for each row of the output.
+        prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape or with a row for each prompt; None for
+            no padding.
+        num_entries: How many best entries of each member are kept.
+        is_wide: Whether union entries are chosen, not the primary's ids.
+        reads_first_ids: Whether, of an entry that a member lacks, the method reads the first id that writes it.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        maps: Sequence[MemberMaps],
+        prompt_ids: Tensor,
+        prompt_mask: Tensor | None,
+        num_entries: int,
+        is_wide: bool = False,
+        reads_first_ids: bool = False,
+    ):
+        self._members = members
+        self._maps = maps
+        self._prompts = prompts_of(members[0], prompt_ids, prompt_mask)
+        self._num_entries = num_entries
+        self._is_wide = is_wide
+        self._reads_first_ids = reads_first_ids
+        # The ensemble's log-probabilities, and those of the members that are heard, until the choice is known.
+        self._pending: tuple[Tensor, dict[int, Tensor], _Plan] | None = None
+        self._num_steps = 0
+        self._steps: list[_Step] = []
+        self._num_on_host = 0
+        self._done: list[Tensor] = []
+
+    @cached_property
+    def _keys(self) -> list[Tensor]:
+        """What each member's ids count as: union entries, or the primary's ids that begin to write them; -1 for none."""
+        if self._is_wide:
+            return [maps.to_union for maps in self._maps]
+        first = self._maps[0].first_id
+        return [torch.where(maps.to_union < 0, -1, first[maps.to_union]) for maps in self._maps]
+
+    def take(
+        self,
+        logits: Sequence[Tensor | None],
+        fused: Tensor,
+        weights: Tensor,
+        heard: Tensor,
+        closed: Collection[int] | None = None,
+        queued: Collection[int] = (),
+    ) -> None:
+        """Take what is known before the choice.
+
+        Args:
+            logits: Each member's logits in float32, of shape `(batch_size, vocab_size)`, or None.
+            fused: The ensemble's log-probabilities, of shape `(batch_size, width)`.
+            weights: Mixing weights, of shape `(batch_size, num_members)`, on the CPU.
+            heard: In which rows which member counts, of the same shape.
+            closed: Rows that a gate closed; None without a gate.
+            queued: Rows that do not choose.
+        """
+        logprobs = {}
+        for index, one in enumerate(logits):
+            if one is not None and bool(heard[:, index].any()):
+                maps = self._maps[index]
+                logprobs[index] = (one if maps.takes_all else one + maps.mask).log_softmax(-1)
+        self._pending = fused, logprobs, _Plan(weights, heard, closed, queued)
+
+    def choose(self, chosen: Tensor, done: Tensor) -> None:
+        """Take what was chosen.
+
+        Args:
+            chosen: Chosen ids, the primary's or union ids, of shape `(batch_size,)`.
+            done: Rows that have ended, of shape `(batch_size,)`.
+        """
+        self._done.append(done)
+        self._num_steps += 1
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        fused, of_member, plan = pending
+        chosen = chosen.to(fused.device)[:, None]
+        primary = self._maps[0]
+        size = len(primary.to_union)
+        own = primary.to_union[chosen.clamp_max(size - 1)]
+        union = torch.where(chosen < size, own, chosen)
+        key = union if self._is_wide else self._keys[0][chosen]
+        values, ids = [fused.gather(-1, chosen).exp()], []
+        for index, logprobs in of_member.items():
+            maps = self._maps[index]
+            is_chosen = self._keys[index] == key  # (B, V)
+            prob = logprobs.masked_fill(~is_chosen, -torch.inf).exp().sum(-1, keepdim=True)
+            if self._reads_first_ids:
+                first = maps.first_id[union]
+                begun = logprobs.gather(-1, first.clamp_min(0)).exp().masked_fill(first < 0, 0.0)
+                prob = torch.where(prob > 0, prob, begun)
+            entries = merge_duplicates(logprobs, maps.duplicates)
+            best, best_ids = top_entries(entries, min(self._num_entries, entries.shape[-1]))
+            values += [prob.clamp_max(1.0), best.exp()]
+            ids += [best_ids, (self._keys[index][best_ids] == key).long()]
+        recorded = torch.cat(values, -1), torch.cat(ids, -1) if ids else None
+        self._steps.append(_Step(self._num_steps - 1, plan, list(of_member), *recorded))
+        if len(self._steps) - self._num_on_host >= _BLOCK:
+            self._move_to_host()
+
+    def _move_to_host(self) -> None:
+        """Move what was recorded since the last time, in two transfers."""
+        steps = self._steps[self._num_on_host :]
+        self._num_on_host = len(self._steps)
+        for name in ("values", "ids"):
+            tensors = [tensor for step in steps if (tensor := getattr(step, name)) is not None]
+            if not tensors:
+                continue
+            flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+            parts = iter(flat.split([tensor.numel() for tensor in tensors]))
+            for step in steps:
+                if (tensor := getattr(step, name)) is not None:
+                    setattr(step, name, next(parts).view(tensor.shape).tolist())
+
+    def decisions(self, sequences: Tensor) -> Decisions:
+        """Put together what was recorded.
+
+        Args:
+            sequences: The output of the call, prompts included, of shape `(batch_size, length)`.
+        """
+        self._move_to_host()
+        namer = Namer(self._members)
+        written = sequences[:, sequences.shape[1] - self._num_steps :].tolist()
+        ended = torch.stack(self._done).cpu() if self._done else torch.zeros(0, len(written), dtype=torch.bool)
+        # A row holds what was written up to the step in which it ended, that included.
+        lengths = (~ended).long().cumprod(0).sum(0).add(1).clamp_max(self._num_steps).tolist()
+        rows = []
+        for row, length in enumerate(lengths):
+            steps = [step for step in self._steps if step.number < length and row not in step.plan.queued]
+            starts = [step.number for step in steps]
+            ids = [tuple(written[row][a:b]) for a, b in pairwise([*starts, length])]
+            pieces = [namer.primary.write(some) for some in ids]
+            rows.append(
+                tuple(
+                    self._decision(row, step, some, data, text, namer)
+                    for step, some, data, text in zip(steps, ids, pieces, texts_of_pieces(pieces), strict=True)
+                )
+            )
+        return Decisions(tuple(rows), names_of(self._members), self._prompts)
+
+    def _decision(
+        self, row: int, step: _Step, ids: tuple[int, ...], data: bytes, text: str, namer: "Namer"
+    ) -> Decision:
+        count = len(self._members)
+        said: list[MemberDecision | None] = [None] * count
+        values = step.values[row]
+        at = 0
+        for place, index in enumerate(step.members):
+            k = min(self._num_entries, len(self._maps[index].mask))
+            base = 1 + place + at
+            if bool(step.plan.heard[row, index]):
+                best_ids, is_chosen = (step.ids[row][2 * at + n * k : 2 * at + (n + 1) * k] for n in range(2))
+                pairs = zip(best_ids, values[base + 1 : base + 1 + k], strict=True)
+                best = tuple(Entry(namer.name(index, i), prob) for i, prob in pairs if prob > 0)
+                said[index] = MemberDecision(
+                    weight=float(step.plan.weights[row, index]),
+                    probability=values[base],
+                    best=best,
+                    agrees=bool(is_chosen[0]),
+                    proposes=any(is_chosen),
+                )
+            at += k
+        shares = {
+            i: one.weight * one.probability for i, one in enumerate(said) if one and one.weight and one.probability
+        }
+        decided_by = max(shares, key=lambda index: shares[index], default=None)
+        closed = step.plan.closed
+        return Decision(
+            ids=ids,
+            data=data,
+            text=text,
+            control=namer.control(ids),
+            probability=min(values[0], 1.0),
+            decided_by=decided_by if decided_by is not None and shares[decided_by] > 0 else None,
+            is_gate_open=None if closed is None else row not in closed,
+            members=tuple(said),
+        )
+
+
+class PrimaryRecorder(LogitsProcessor):
+    """First processor of a call that the primary decides alone; leaves the scores as they are.
+
+    Args:
+        recorder: The call's recorder.
+        num_members: Number of members.
+    """
+
+    def __init__(self, recorder: DecisionRecorder, num_members: int):
+        self._recorder = recorder
+        self._plan = torch.eye(num_members)[:1]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return `scores`, of shape `(batch_size, vocab_size)`."""
+        plan = self._plan.expand(len(scores), -1)
+        logits = scores.float()
+        self._recorder.take([logits], logits.log_softmax(-1), plan, plan != 0)
+        return scores
+
+
+class RecordingCriteriaList(StoppingCriteriaList):
+    """Stopping criteria after which a recorder takes up the step's ids.
+
+    Args:
+        criteria: The criteria of the call.
+        recorder: The call's recorder.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, recorder: DecisionRecorder):
+        super().__init__(criteria)
+        self._recorder = recorder
+        self._done: Tensor | None = None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
+        """Say which rows end with this id, of shape `(batch_size,)`."""
+        done: Any = super().__call__(input_ids, scores, **kwargs)
+        self._done = done if self._done is None else self._done | done
+        self._recorder.choose(input_ids[:, -1], self._done)
+        return done
+
+
+class Namer:
+    """What ids are called.
+
+    Args:
+        members: The members; the first is the primary.
+
+    Attributes:
+        primary: What the primary's ids write.
+    """
+
+    def __init__(self, members: Sequence[Member]):
+        self._members = members
+        self.primary = members[0].encoder.token_bytes
+        self._known: dict[tuple[int, int], str] = {}
+
+    def name(self, index: int, i: int) -> str:
+        """Say what one of a member's ids writes, or its token's name."""
+        if (index, i) not in self._known:
+            token_bytes = self._members[index].encoder.token_bytes
+            entry = token_bytes.entry(i)
+            token = None if entry else self._members[index].tokenizer.convert_ids_to_tokens(i)
+            self._known[index, i] = entry.decode("utf-8", "replace") if entry else str(token or f"id {i}")
+        return self._known[index, i]
+
+    def control(self, ids: Sequence[int]) -> str:
+        """Join the names of the primary's ids that write nothing."""
+        kinds = self.primary.kinds
+        return "".join(self.name(0, i) for i in ids if i >= len(kinds) or kinds[i] == CONTROL)
+
+
+def names_of(members: Sequence[Member]) -> tuple[str, ...]:
+    """Give the members' names; equal ones are numbered."""
+    names = [member.name for member in members]
+    counts = Counter(names)
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(f"{name} ({seen[name]})" if counts[name] > 1 else name)
+    return tuple(unique)
+
+
+def prompts_of(primary: Member, ids: Tensor, mask: Tensor | None) -> tuple[str, ...]:
+    """Give each row's prompt as text, control tokens by name; see `DecisionRecorder` for the arguments."""
+    keep = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
+    if len(keep) != len(ids):
+        keep = keep.repeat_interleave(len(ids) // len(keep), dim=0)
+    rows = [
+        [i for i, is_kept in zip(row, kept, strict=True) if is_kept]
+        for row, kept in zip(ids.tolist(), keep.tolist(), strict=True)
+    ]
+    decoded: list[str] = primary.tokenizer.batch_decode(rows, skip_special_tokens=False)
+    return tuple(decoded)

@@ -1,0 +1,224 @@
+"""Steps over a cache of fixed size, as a GPU's captured ones are, here without graphs."""
+
+import functools
+
+import pytest
+import torch
+
+from hf_ensemble import MemberError
+from hf_ensemble.decoding.speculation.draft_length import DraftLength
+from hf_ensemble.members.cached_rows import PlainContext
+from hf_ensemble.members.member import Member, MemberState
+from hf_ensemble.members.static_cache import BufferPool, masks_of
+from tests import contracts, tiny
+from tests.contracts import PROMPTS, make_ensemble, padded
+from tests.test_contracts import ALL
+
+RECIPE = contracts.CORE_RECIPES[0]
+
+
+@pytest.fixture
+def static(monkeypatch):
+    """Every member has a cache of fixed size."""
+    monkeypatch.setattr(Member, "cache_mode", property(lambda member: "static"))
+
+
+def pair(seed=0):
+    tokenizers = [contracts.tokenizer_of(tokenizer) for _, tokenizer in RECIPE.members]
+    return make_ensemble([contracts.model_of(*member, seed) for member in RECIPE.members], tokenizers)
+
+
+@functools.cache
+def shared_pair():
+    """For tests that leave the ensemble as it was."""
+    return pair()
+
+
+def text_of(ensemble, method, **options):
+    inputs = padded([ensemble.tokenizer(prompt).input_ids for prompt in PROMPTS], fill=lambda n: 0)
+    return ensemble.generate(**inputs, method=method, **{"max_new_tokens": 12, "do_sample": False, **options})
+
+
+@pytest.mark.parametrize(
+    ("contract", "method"),
+    [
+        pytest.param(contract, method, id=f"{contract.__name__}-{contracts.name_of(method)}", marks=marks)
+        for contract in (*contracts.EVERYWHERE, *contracts.CORE)
+        for method, marks in (
+            ("unite", []),
+            (contracts.SPANS, [] if contract in contracts.EVERYWHERE else [pytest.mark.slow]),
+        )
+    ],
+)
+def test_contracts_hold(contract, method, static):
+    if method == contracts.SPANS and contract is contracts.the_same_model_twice_is_that_model:
+        pytest.skip("about distributions")
+    contract(shared_pair(), method)
+
+
+@pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        *((method, {"eos_token_id": 260}) for method in ALL),
+        ("unite", {"num_beams": 3}),
+        ("gac", {"num_return_sequences": 2, "num_beams": 2}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else contracts.name_of(value),
+)
+def test_texts_are_those_of_a_cache_that_grows(method, options, monkeypatch):
+    expected = text_of(shared_pair(), method, **options)
+    monkeypatch.setattr(Member, "cache_mode", property(lambda member: "static"))
+    assert text_of(shared_pair(), method, **options).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("method", ["gac", "unite"])
+def test_the_primary_runs_once_an_id_although_it_runs_ahead(method, static):
+    output = text_of(pair(), method, return_dict_in_generate=True, max_new_tokens=10, eos_token_id=[])
+    assert output.num_forwards[0] <= 10
+    assert method == "gac" or output.num_forwards[0] == 10
+
+
+@pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+@pytest.mark.parametrize("length", [0, 3], ids=["quiet", "drafted"])
+@pytest.mark.parametrize("method", ["gac", pytest.param("unite", marks=pytest.mark.slow)])
+def test_drafts_whose_ids_stay_on_the_device_change_no_text(method, length, static, monkeypatch):
+    """Without drafts the primary runs ahead; with them the drafter's ids reach the host at its last step."""
+    expected = text_of(shared_pair(), method, max_new_tokens=24)
+    ahead = []
+    run_ahead = MemberState.run_ahead
+
+    def counted(state, last_ids):
+        ahead.append((state.member.name, run_ahead(state, last_ids)))
+        return ahead[-1][1]
+
+    monkeypatch.setattr(MemberState, "run_ahead", counted)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], length))
+    options = {"speculation": "member-1", "return_dict_in_generate": True}
+    found = text_of(shared_pair(), method, max_new_tokens=24, **options)
+    assert found.sequences.tolist() == expected.tolist()
+    assert (f"member-{int(length > 0)}", True) in ahead
+    assert sum(found.speculation.drafted.values()) > 3 * length or not length
+
+
+@pytest.mark.parametrize("method", ["gac", "unite"])
+def test_a_primary_that_only_drafts_does_not_run_ahead_of_a_text_that_it_has_not_read(method, static, monkeypatch):
+    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], 0))
+    options = {"max_new_tokens": 12, "weights": [0, 1], "return_dict_in_generate": True}
+    found = text_of(pair(), method, speculation="member-0", **options)
+    assert found.sequences.tolist() == text_of(pair(), method, **options).sequences.tolist()
+    assert found.num_forwards[0] == 0
+
+
+@pytest.mark.filterwarnings("ignore:row .* ends after")
+@pytest.mark.parametrize(("speculation", "length"), [(None, 0), ("member-1", 0), ("member-0", 8)])
+def test_no_step_runs_ahead_of_the_last_position(speculation, length, static, monkeypatch):
+    """A position beyond a table of position embeddings would take a GPU down."""
+    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], length))
+    tokenizer = contracts.small()
+    ensemble = make_ensemble(
+        [tiny.tiny_gpt2(tokenizer, n_positions=32, seed=1), tiny.tiny_llama(tokenizer, seed=2)], [tokenizer] * 2
+    )
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    options = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": [], "pad_token_id": 0}
+    ids = ensemble.generate(**inputs, method="unite", speculation=speculation, **options)
+    assert ids.shape[1] == 33
+
+
+def test_a_text_is_scored_in_as_few_forwards_as_with_a_cache_that_grows():
+    pair_of_texts = ["The capital of France is"], [" Paris, and the capital of Germany is Berlin."]
+    found = []
+    for mode in ("repack", "static"):
+        ensemble = pair()
+        for member in ensemble._members:
+            member.cache_mode = mode
+        counts = [0]
+        hook = ensemble.members[1].register_forward_hook(lambda *_, counts=counts: counts.append(1))
+        score = ensemble.score(*pair_of_texts, method="unite").log_probs
+        hook.remove()
+        found.append((len(counts), round(score.item(), 3)))
+    assert found[0] == found[1]
+
+
+def test_rows_that_outgrow_their_capacity_go_on(static):
+    ensemble = pair()
+    member = ensemble._members[0]
+    source = torch.Generator().manual_seed(0)
+    ids = torch.randint(10, 250, (2, 200), generator=source).tolist()
+    state = MemberState(member, [PlainContext(row[:5]) for row in ids])
+    with torch.no_grad():
+        for end in (5, 60, 66, 150, 200):
+            for context, row in zip(state.contexts, ids, strict=True):
+                context.change(row[:end])
+            found = state.logits(3)
+            expected = member.model(torch.tensor([row[:end] for row in ids]), use_cache=False).logits[:, -3:]
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_buffers_are_used_again_but_by_one_call_at_a_time(static):
+    member = pair()._members[0]
+
+    def started():
+        state = MemberState(member, [PlainContext([11, 12, 13])])
+        with torch.no_grad():
+            state.logits()
+        return state
+
+    first, second = started(), started()
+    assert first._rows._buffers is not second._rows._buffers
+    held = first._rows._buffers
+    del first
+    assert started()._rows._buffers is held
+
+
+def test_a_failed_call_leaves_no_nan_behind(static):
+    ensemble = pair()
+    expected = text_of(ensemble, "gac").tolist()
+    head = ensemble.members[1].get_input_embeddings().weight
+    kept = head.detach().clone()
+    with torch.no_grad():
+        head.fill_(torch.nan)
+    try:
+        with pytest.raises(MemberError, match="member-1"):
+            text_of(ensemble, "gac")
+    finally:
+        with torch.no_grad():
+            head.copy_(kept)
+    assert text_of(ensemble, "gac").tolist() == expected
+
+
+def test_graphs_of_replaced_weights_are_not_used_again():
+    model = tiny.tiny_llama(contracts.small(), seed=1)
+    member = Member(model, contracts.small(), name="llama")
+    pool = BufferPool(member)
+    buffers = pool.acquire(1, 64)
+    pool.release(buffers)
+    assert pool.acquire(1, 64) is buffers
+    pool.release(buffers)
+    for change in (model.double, model.train, lambda: model.register_forward_hook(lambda *_: None)):
+        change()
+        other = pool.acquire(1, 64)
+        assert other is not buffers
+        pool.release(buffers)  # that of a call which began before the change
+        assert pool.acquire(1, 64) is not buffers
+        pool.release(other)
+        buffers = other
+
+
+def test_attention_that_takes_no_mask_is_named():
+    model = tiny.tiny_llama(contracts.small(), seed=1)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(MemberError, match="flash_attention_2.*'sdpa' or 'eager'"):
+        masks_of(Member(model, contracts.small(), name="llama"))
+
+
+def test_eager_attention_sees_what_sdpa_sees():
+    texts = []
+    for implementation in ("sdpa", "eager"):
+        model = tiny.tiny_gemma3(contracts.small(), seed=1)
+        model.set_attn_implementation(implementation)
+        member = Member(model, contracts.small(), name="gemma")
+        state = MemberState(member, [PlainContext(list(range(20, 40))), PlainContext([7, 8, 9])], "static")
+        with torch.no_grad():
+            texts.append(state.logits())
+    torch.testing.assert_close(*texts, atol=1e-4, rtol=1e-4)
