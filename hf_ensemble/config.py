@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 from transformers import AutoConfig, PreTrainedConfig
 
 from .errors import ConfigurationError
+from .messages import wrong_count
 
 
 @dataclass(frozen=True)
@@ -386,9 +387,7 @@ def normalize_weights(weights: Sequence[float] | None, num_members: int, as_give
             "function, can be given to `generate` only."
         ) from None
     if len(values) != num_members:
-        raise ConfigurationError(
-            f"`weights` must have one entry per member: got {len(values)} for {num_members} members."
-        )
+        raise wrong_count("weights", len(values), num_members)
     if any(not math.isfinite(w) or (w < 0 and not as_given) for w in values):
         raise ConfigurationError(
             f"`weights` must be finite{'' if as_given else ' and at least 0'}, but are {values}."

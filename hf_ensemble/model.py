@@ -29,6 +29,7 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from . import messages
 from .chat.rendering import ChatRenderer
 from .chat.tokenizer import ensemble_tokenizer
 from .config import (
@@ -208,15 +209,11 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if not models:
             raise ConfigurationError("an ensemble needs at least one member: got 0.")
         if len(tokenizers) != len(models):
-            raise ConfigurationError(
-                f"`tokenizers` must have one entry per member: got {len(tokenizers)} for {len(models)} members."
-            )
+            raise messages.wrong_count("tokenizers", len(tokenizers), len(models))
         if member_configs is None:
             member_configs = [MemberConfig(path=str(model.name_or_path) or None) for model in models]
         if len(member_configs) != len(models):
-            raise ConfigurationError(
-                f"`member_configs` must have one entry per member: got {len(member_configs)} for {len(models)} members."
-            )
+            raise messages.wrong_count("member_configs", len(member_configs), len(models))
         config = EnsembleConfig(
             members=[dataclasses.replace(item) for item in member_configs],
             method=method_config(method),
@@ -843,10 +840,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             )
         outside = ids[(ids < 0) | (ids >= primary.vocab_size)]
         if outside.numel():
-            raise ConfigurationError(
-                f"`input_ids` holds {int(outside[0])}, but ids of the primary {primary.name!r} go from 0 to "
-                f"{primary.vocab_size - 1}. Encode with `ensemble.tokenizer`."
-            )
+            raise messages.id_outside(f"`input_ids` holds {int(outside[0])}", primary.name, primary.vocab_size)
         if mask is not None and ids.shape[1]:
             # Left padding is what a decoder needs; the order of the real ids stays.
             is_right_padded = bool((mask[:, :-1] > mask[:, 1:]).any())
@@ -860,10 +854,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if empty is not None and bool(empty.any()):
             start = primary.encoder.start_ids
             if not start:
-                raise ConfigurationError(
-                    f"row {int(empty.nonzero()[0, 0])} of the prompt is empty, and the tokenizer of the primary "
-                    f"{primary.name!r} has neither a BOS nor an EOS token to start from."
-                )
+                what = f"row {int(empty.nonzero()[0, 0])} of the prompt is empty"
+                raise messages.nothing_to_start_from(primary.name, what)
             missing = max(0, len(start) - ids.shape[1])
             mask = torch.ones_like(ids) if mask is None else mask
             ids, mask = nn.functional.pad(ids, (missing, 0)), nn.functional.pad(mask, (missing, 0))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..config import is_number
 from ..decoding.prompts import OwnPrompts, read_prompts
-from ..errors import ConfigurationError, MemberError
+from ..errors import ConfigurationError
 from ..members.cached_rows import PlainContext
 from ..members.member import Member, MemberState
 from ..model import EnsembleForCausalLM
@@ -153,8 +153,5 @@ def _losses_per_byte(member: Member, rows: Sequence[Sequence[int]]) -> Tensor:
         )
         totals -= chosen.where(counts, 0).sum(-1)
     if not bool(totals.isfinite().all()):
-        raise MemberError(
-            f"member {member.name!r} gave NaN or infinite logits on the prompt (its dtype is {member.model.dtype}). Load "
-            "it in bfloat16 or float32."
-        )
+        raise member.not_finite("on the prompt")
     return (totals / torch.tensor(num_bytes)).float()

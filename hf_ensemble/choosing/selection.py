@@ -8,6 +8,7 @@ from typing import Any
 from ..config import check_positive_integer, is_number
 from ..dev_set import Metric, are_texts, mean_length, read_examples, read_metric, run_members, score_responses
 from ..errors import ConfigurationError
+from ..messages import wrong_count
 from ..model import EnsembleForCausalLM
 from ..tables import aligned
 
@@ -232,7 +233,7 @@ def _figures(name: str, values: Sequence[float], count: int) -> list[float]:
     except (TypeError, ValueError):
         raise ConfigurationError(f"`{name}` must be numbers, one per candidate, but are {values!r:.200}.") from None
     if len(figures) != count:
-        raise ConfigurationError(f"`{name}` must have one entry per candidate: got {len(figures)} for {count}.")
+        raise wrong_count(name, len(figures), count, "candidate")
     if not all(map(math.isfinite, figures)):
         raise ConfigurationError(f"`{name}` must be finite, but are {figures}.")
     return figures

@@ -8,6 +8,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from ..config import MethodConfig, SweetSpanConfig, method_config
 from ..errors import ConfigurationError
 from ..members.member import Member
+from ..messages import wrong_count
 from ..methods import build_method
 from ..methods.base import TokenMethod, eos_ids_of
 from ..vocabulary.union import UnionVocabulary
@@ -113,9 +114,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         pad_token_id: int | None = None,
     ):
         if len(models) != len(tokenizers):
-            raise ConfigurationError(
-                f"`tokenizers` must have one entry per model: got {len(tokenizers)} for {len(models)} models."
-            )
+            raise wrong_count("tokenizers", len(tokenizers), len(models), "model")
         self._members = [Member(model, tokenizer) for model, tokenizer in zip(models, tokenizers, strict=True)]
         self._union = UnionVocabulary([member.encoder for member in self._members])
         self._config = method_config(method)

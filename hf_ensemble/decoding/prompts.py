@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import messages
 from ..chat.memory import recall
 from ..chat.rendering import ChatRenderer
 from ..errors import ConfigurationError
@@ -133,9 +134,8 @@ def read_prompts(
                 )
         lengths = [len(context.ids) for context in contexts.get(index, [])] if index else list(map(len, distinct))
         if member.max_positions is not None and max(lengths, default=0) > member.max_positions:
-            raise ConfigurationError(
-                f"member {member.name!r} has positions for {member.max_positions} ids, but the prompt takes "
-                f"{max(lengths)} of its ids. Shorten the prompt."
+            raise messages.too_long(
+                member.name, member.max_positions, "the prompt takes", max(lengths), "Shorten the prompt"
             )
     return Prompts(distinct, texts, [number_of[key] for key in keys], contexts)
 
@@ -155,26 +155,6 @@ def expand_prompts(
             if index not in waiting:
                 state.logits()
             state.select(prompt_of_row, [state.contexts[prompt].copy() for prompt in prompt_of_row])
-
-
-def warn_of_losses(
-    members: Sequence[Member], contexts: Mapping[int, Sequence[MemberContext]], warned: set[int]
-) -> None:
-    """Warn once of every member whose view of the text has lost something.
-
-    Args:
-        members: The members.
-        contexts: The running members' contexts.
-        warned: Members that have been warned of; changed in place.
-    """
-    for index, rows in contexts.items():
-        if index not in warned and any(context.is_lossy for context in rows):
-            warned.add(index)
-            warnings.warn(
-                f"member {members[index].name!r} does not read the text exactly: its tokenizer rewrites some of it, or "
-                "cannot write it. What the ensemble writes is not affected.",
-                stacklevel=3,
-            )
 
 
 def _warn_of_control_tokens(primary: Member, rows: Sequence[Sequence[int]]) -> None:

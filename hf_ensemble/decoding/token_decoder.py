@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from .. import messages
 from ..config import MethodConfig
 from ..errors import MemberError
 from ..members.member import Member, MemberState
@@ -16,9 +17,9 @@ from ..methods.captured import CapturedMix
 from ..mixing import fold
 from ..recording.recorder import DecisionRecorder
 from ..vocabulary.context import MemberContext
-from .messages import no_position_left, not_finite_error, nothing_left_error, warn_of_control
-from .prompts import OwnPrompts, expand_prompts, read_prompts, warn_of_losses
+from .prompts import OwnPrompts, expand_prompts, read_prompts
 from .step_weights import MixingWeights
+from .text_warnings import warn_of_control, warn_of_losses
 
 
 class TokenFusion:
@@ -218,7 +219,7 @@ class TokenFusion:
         confidence = self.method.confidence(gate_logits, gate).tolist()
         for row in rows:
             if math.isnan(confidence[row]):
-                raise not_finite_error(self.members[gate], row, self.num_steps + 1)
+                raise self.members[gate].not_finite(f"in row {row} at step {self.num_steps + 1}")
         return {row for row in rows if confidence[row] > threshold}
 
     def _run(self, index: int, rows: Sequence[int], device: torch.device) -> Tensor | None:
@@ -307,7 +308,8 @@ class TokenFusion:
         """Raise if processors left no candidate to any beam of a prompt, at the cost of a synchronisation."""
         has_none = (scores.amax(-1) == -torch.inf).view(-1, num_beams).all(-1)
         if bool(has_none.any()):
-            raise nothing_left_error(self._method_name, int(has_none.nonzero()[0, 0]) * num_beams, self.num_steps + 1)
+            row = int(has_none.nonzero()[0, 0]) * num_beams
+            raise messages.nothing_left(self._method_name, f"in row {row} at step {self.num_steps + 1}")
 
     # Following the text
 
@@ -339,7 +341,7 @@ class TokenFusion:
         self._check_members(host[4 * batch_size :], self.num_steps)
         for row in self._live:
             if empty[row]:
-                raise nothing_left_error(self._method_name, row, self.num_steps)
+                raise messages.nothing_left(self._method_name, f"in row {row} at step {self.num_steps}")
         self._empty = self._normalizers = None
         for row in self._live:
             if not ends[row]:
@@ -496,7 +498,7 @@ class TokenFusion:
         for row in self._live:
             for index, member in enumerate(self.members):
                 if not_finite and not_finite[row * count + index]:
-                    raise not_finite_error(member, row, step)
+                    raise member.not_finite(f"in row {row} at step {step}")
 
     def _lengths_by_member(self) -> list[tuple[Member, int]]:
         """Each running member and the number of its ids in the longest row."""
@@ -518,7 +520,7 @@ class TokenFusion:
                 length = self._lengths[row] if index == 0 else len(self.states[index].contexts[place].ids)
                 if not ends[row] and length > limit:
                     full.add(row)
-                    warnings.warn(no_position_left(member, row, self.num_steps), stacklevel=2)
+                    warnings.warn(messages.no_position_left(member.name, limit, row, self.num_steps), stacklevel=2)
         return full
 
 

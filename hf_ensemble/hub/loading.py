@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..config import EnsembleConfig, MemberConfig
 from ..errors import ConfigurationError, VocabularyError
+from ..messages import wrong_count
 from .placement import check_memory, remaining_memory
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
@@ -273,5 +274,5 @@ def _per_member(name: str, value: Any, count: int) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
-        raise ConfigurationError(f"`{name}` must have one entry per member: got {len(value)} for {count} members.")
+        raise wrong_count(name, len(value), count)
     return list(value)

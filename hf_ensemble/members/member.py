@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from .. import messages
 from ..errors import ConfigurationError, MemberError
 from ..vocabulary.context import num_common
 from ..vocabulary.encoding import ByteEncoder
@@ -163,10 +164,7 @@ class Member:
         with torch.no_grad():
             expected = self._expected_probe_logits()
             if not bool(expected.isfinite().all()):
-                raise MemberError(
-                    f"member {self.name!r} gave NaN or infinite logits before step 1, on ten ids that were tried (its "
-                    f"dtype is {self.model.dtype}). Load it in bfloat16 or float32."
-                )
+                raise self.not_finite("before step 1, on ten ids that were tried")
             # Rounding moves the logits of half precision by some hundredths of their spread; a wrong cache by its whole.
             tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.1
             modes = ["static", "repack", "row_chunks", "row_tokens"]
@@ -202,6 +200,10 @@ class Member:
     def buffer_pool(self) -> BufferPool:
         """The member's static buffers."""
         return BufferPool(self)
+
+    def not_finite(self, where: str) -> MemberError:
+        """Make the error for NaN or infinite logits; `where` goes on "in row 0 at step 1"."""
+        return messages.not_finite(self.name, self.model.dtype, where)
 
     def warn_uncaptured(self, reason: str) -> None:
         """Say that the member's steps do not run as CUDA graphs, and why."""

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from .. import messages
 from ..chat.rendering import ChatRenderer
 from ..config import MethodConfig, SweetSpanConfig, check_positive_integer
-from ..decoding.prompts import OwnPrompts, Prompts, read_prompts, warn_of_losses
+from ..decoding.prompts import OwnPrompts, Prompts, read_prompts
 from ..decoding.step_weights import MixingWeights
 from ..decoding.teacher_forcing import ForcedMember, ForcedText
+from ..decoding.text_warnings import warn_of_losses
 from ..decoding.token_decoder import without_member
 from ..errors import ConfigurationError, MemberError
 from ..members.member import Member, padded_left
@@ -98,10 +100,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, primary: Member, text: str, 
 
 def _start_ids(primary: Member) -> list[int]:
     if not primary.encoder.start_ids:
-        raise ConfigurationError(
-            f"a prompt is empty, and the tokenizer of the primary {primary.name!r} has neither a BOS nor an EOS token to "
-            "start from. Give a prompt."
-        )
+        raise messages.nothing_to_start_from(primary.name, "a prompt is empty")
     return list(primary.encoder.start_ids)
 
 
@@ -120,9 +119,7 @@ def read_pairs(
         if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
             raise ConfigurationError(f"`{name}` has to be a list, one entry per continuation, but is {values!r:.80}.")
     if len(prompts) != len(continuations):
-        raise ConfigurationError(
-            f"`continuations` must have one entry per prompt: got {len(continuations)} for {len(prompts)} prompts."
-        )
+        raise messages.wrong_count("continuations", len(continuations), len(prompts), "prompt")
     pairs = []
     for n, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
         if isinstance(prompt, str) and isinstance(continuation, str):
@@ -147,10 +144,7 @@ def _as_ids(values: Sequence[int], n: int) -> list[int]:
 def _pair_of_ids(primary: Member, prompt: list[int], continuation: list[int]) -> Pair:
     for i in (*prompt, *continuation):
         if not 0 <= i < primary.vocab_size:
-            raise ConfigurationError(
-                f"id {i} is none of the primary {primary.name!r}, whose ids go from 0 to {primary.vocab_size - 1}. Encode "
-                "with `ensemble.tokenizer`."
-            )
+            raise messages.id_outside(f"a text holds id {i}", primary.name, primary.vocab_size)
     write = primary.encoder.token_bytes.write_from_start
     num_bytes = len(write([*prompt, *continuation])) - len(write(prompt))
     return Pair(prompt or _start_ids(primary), continuation, num_bytes)
@@ -220,6 +214,7 @@ class _Batch:
     ):
         self._members = members
         self._method = method
+        self._method_name = config.name
         self._gate = config.gate_rule
         self._pairs = pairs
         self._numbers = numbers
@@ -352,10 +347,7 @@ class _Batch:
             self._raise_not_finite(index, *steps[place])
         if not bool(is_left.all()):
             row, step = steps[int((~is_left).nonzero()[0, 0])]
-            raise MemberError(
-                f"nothing is left to choose from in continuation {self._numbers[row]} at step {step + 1}: of what the "
-                "method proposes the primary can write nothing. Let the members propose more entries."
-            )
+            raise messages.nothing_left(self._method_name, f"in continuation {self._numbers[row]} at step {step + 1}")
 
     def _raise_not_finite(self, index: int, row: int, step: int) -> None:
         raise _not_finite(self._members[index], self._numbers[row], step)
@@ -471,10 +463,7 @@ def _advance(members: Sequence[ForcedMember], num_steps: Sequence[int], width: i
 
 
 def _not_finite(member: Member, number: int, step: int) -> MemberError:
-    return MemberError(
-        f"member {member.name!r} gave NaN or infinite logits in continuation {number} at step {step + 1} (its dtype is "
-        f"{member.model.dtype}). Load it in bfloat16 or float32."
-    )
+    return member.not_finite(f"in continuation {number} at step {step + 1}")
 
 
 def _check_positions(
@@ -484,7 +473,6 @@ def _check_positions(
         limit = members[index].max_positions
         for row, text in rows.items():
             if limit is not None and text.longest > limit:
-                raise ConfigurationError(
-                    f"member {members[index].name!r} has positions for {limit} ids, but prompt and continuation "
-                    f"{numbers[row]} take {text.longest} of its ids. Shorten the prompt, or score the text in parts."
-                )
+                what = f"prompt and continuation {numbers[row]} take"
+                remedy = "Shorten the prompt, or score the text in parts"
+                raise messages.too_long(members[index].name, limit, what, text.longest, remedy)

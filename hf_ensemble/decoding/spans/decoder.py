@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ... import messages
 from ...config import SweetSpanConfig
 from ...errors import MemberError
 from ...members.cached_rows import PlainContext
@@ -24,8 +25,9 @@ from ...methods.sweetspan import SpanChoice, choose_span, span_score
 from ...vocabulary.context import MemberContext
 from ...vocabulary.encoding import split_begun_character
 from ...vocabulary.token_bytes import CONTROL, NO_TOKEN, TEXT
-from ..prompts import OwnPrompts, expand_prompts, read_prompts, warn_of_losses
+from ..prompts import OwnPrompts, expand_prompts, read_prompts
 from ..stopping_criteria import SpanStoppingCriteria
+from ..text_warnings import warn_of_losses
 
 
 @dataclass(frozen=True)
@@ -563,11 +565,8 @@ class SpanDecoder:
 
     def _warn_of_end(self, place: int, member: Member) -> None:
         row = self._rows[place]
-        warnings.warn(
-            f"row {row} ends after {self._num_decided[row]} new ids: member {member.name!r} has positions for "
-            f"{member.max_positions} ids only.",
-            stacklevel=2,
-        )
+        end = messages.no_position_left(member.name, member.max_positions, row, self._num_decided[row])
+        warnings.warn(end, stacklevel=2)
 
     def _keep(self, places: Sequence[int]) -> None:
         if len(places) == len(self._rows):
@@ -582,10 +581,7 @@ class SpanDecoder:
         return [index for index, contexts in self._contexts.items() if not contexts[place].sits_out]
 
     def _not_finite(self, member: Member, row: int) -> MemberError:
-        return MemberError(
-            f"member {member.name!r} gave NaN or infinite logits in row {row}, round {len(self.rounds[row]) + 1} (its "
-            f"dtype is {member.model.dtype}). Load it in bfloat16 or float32."
-        )
+        return member.not_finite(f"in row {row}, round {len(self.rounds[row]) + 1}")
 
 
 class _Masks:

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import messages
 from ...errors import MemberError
 from ...members.member import Member, MemberState
 from ...methods.base import Mixed, TokenMethod
 from ...methods.captured import CapturedMix
 from ...mixing import fold
 from ...vocabulary.context import MemberContext, Resync, num_common
-from ..messages import no_position_left, not_finite_error, nothing_left_error, warn_of_control
-from ..prompts import OwnPrompts, expand_prompts, read_prompts, warn_of_losses
+from ..prompts import OwnPrompts, expand_prompts, read_prompts
 from ..row_processors import RowProcessors
+from ..text_warnings import warn_of_control, warn_of_losses
 from ..token_decoder import without_member
 from .draft_length import DraftLength
 from .drafts import NGRAM, Draft, MemberDrafter, RowText
@@ -682,11 +683,11 @@ class SpeculativeDecoder:
         return used
 
     def _failure(self, row: int, position: int, choices: _Choices) -> MemberError | None:
-        step = len(self._rows[row].ids) + 1
+        where = f"in row {row} at step {len(self._rows[row].ids) + 1}"
         for member, is_wrong in zip(self.members, choices.not_finite[position], strict=True):
             if is_wrong:
-                return not_finite_error(member, row, step)
-        return nothing_left_error(self._method_name, row, step) if choices.is_empty[position] else None
+                return member.not_finite(where)
+        return messages.nothing_left(self._method_name, where) if choices.is_empty[position] else None
 
     def _decide(
         self,
@@ -720,7 +721,8 @@ class SpeculativeDecoder:
         lengths[0] = self._prompt_lengths[row] + len(state.ids)
         full = next((index for index, length in sorted(lengths.items()) if self._is_full(index, length)), None)
         if full is not None:
-            state.end = no_position_left(self.members[full], row, len(state.ids))
+            member = self.members[full]
+            state.end = messages.no_position_left(member.name, member.max_positions, row, len(state.ids))
         return full is not None
 
     def _settle(

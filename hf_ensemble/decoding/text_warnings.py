@@ -1,0 +1,47 @@
+"""Warnings, once each, of what was written or read and is not all that it seems."""
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+
+from ..members.member import Member
+from ..vocabulary.context import MemberContext
+
+
+def warn_of_losses(
+    members: Sequence[Member], contexts: Mapping[int, Sequence[MemberContext]], warned: set[int]
+) -> None:
+    """Warn once of every member whose view of the text has lost something.
+
+    Args:
+        members: The members.
+        contexts: The running members' contexts.
+        warned: Members that have been warned of; changed in place.
+    """
+    for index, rows in contexts.items():
+        if index not in warned and any(context.is_lossy for context in rows):
+            warned.add(index)
+            warnings.warn(
+                f"member {members[index].name!r} does not read the text exactly: its tokenizer rewrites some of it, or "
+                "cannot write it. What the ensemble writes is not affected.",
+                stacklevel=3,
+            )
+
+
+def warn_of_control(primary: Member, primary_id: int, end_ids: Collection[int], warned: set[int]) -> None:
+    """Warn once of a control token that was written and does not end the row.
+
+    Args:
+        primary: The primary.
+        primary_id: What was written.
+        end_ids: The primary's ids that end a text.
+        warned: Ids that have been warned of; changed in place.
+    """
+    if primary_id in warned or primary_id in end_ids:
+        return
+    warned.add(primary_id)
+    token = primary.tokenizer.convert_ids_to_tokens(primary_id)
+    warnings.warn(
+        f"the primary {primary.name!r} wrote the control token {token!r} (id {primary_id}), which writes no "
+        f"text and does not end the row. If it should end it, pass `eos_token_id` with {primary_id} in it.",
+        stacklevel=3,
+    )

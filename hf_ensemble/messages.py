@@ -1,0 +1,99 @@
+"""What is said in more than one place: every such message is worded here, once."""
+
+import torch
+
+from .errors import ConfigurationError, MemberError
+
+
+def not_finite(name: str, dtype: torch.dtype, where: str) -> MemberError:
+    """The error for a member that gave NaN or infinite logits.
+
+    Args:
+        name: The member's name.
+        dtype: Its dtype, on which the remedy depends.
+        where: Where it did so: "in row 0 at step 1".
+    """
+    remedy = {
+        torch.float32: "Run it alone on this text: its weights may be damaged",
+        torch.bfloat16: "Load it in float32",
+    }.get(dtype, "Load it in bfloat16 or float32")
+    return MemberError(f"member {name!r} gave NaN or infinite logits {where} (its dtype is {dtype}). {remedy}.")
+
+
+def nothing_left(method_name: str, where: str) -> MemberError:
+    """The error for a choice of which every candidate was filtered out.
+
+    Args:
+        method_name: The method's name.
+        where: Where: "in row 0 at step 1".
+    """
+    return MemberError(
+        f"nothing is left to choose from {where}: of what method {method_name!r} proposes the primary can write nothing, "
+        "or its options, processors and filters removed every candidate. Loosen them, or let the members propose more "
+        "entries."
+    )
+
+
+def no_position_left(name: str, limit: int | None, row: int, num_new: int) -> str:
+    """The warning for a row that ends because a member has no position left.
+
+    Args:
+        name: The member's name.
+        limit: Number of ids for which it has positions.
+        row: The row.
+        num_new: Number of ids that were written in it.
+    """
+    return f"row {row} ends after {num_new} new ids: member {name!r} has positions for {limit} ids only."
+
+
+def too_long(name: str, limit: int, what: str, length: int, remedy: str) -> ConfigurationError:
+    """The error for a text that a member has not enough positions for.
+
+    Args:
+        name: The member's name.
+        limit: Number of ids for which it has positions.
+        what: What is too long, with its verb: "the prompt takes".
+        length: Number of the member's ids in it.
+        remedy: What to do: "Shorten the prompt".
+    """
+    return ConfigurationError(
+        f"member {name!r} has positions for {limit} ids, but {what} {length} of its ids. {remedy}."
+    )
+
+
+def nothing_to_start_from(name: str, what: str) -> ConfigurationError:
+    """The error for an empty prompt where the primary's tokenizer has no token that a text could start from.
+
+    Args:
+        name: The primary's name.
+        what: What is empty, with its verb: "row 0 of the prompt is empty".
+    """
+    return ConfigurationError(
+        f"{what}, and the tokenizer of the primary {name!r} has neither a BOS nor an EOS token to start from. Give a "
+        "prompt that is not empty."
+    )
+
+
+def wrong_count(option: str, got: int, count: int, each: str = "member") -> ConfigurationError:
+    """The error for an option that is a list of another length than it must be.
+
+    Args:
+        option: Its name.
+        got: Its length.
+        count: The length that it must have.
+        each: What has one entry each.
+    """
+    return ConfigurationError(f"`{option}` must have one entry per {each}: got {got} for {count} {each}s.")
+
+
+def id_outside(what: str, name: str, vocab_size: int) -> ConfigurationError:
+    """The error for an id that the primary does not have.
+
+    Args:
+        what: What holds the id, with its verb and the id: "`input_ids` holds 7".
+        name: The primary's name.
+        vocab_size: Number of its ids.
+    """
+    return ConfigurationError(
+        f"{what}, but ids of the primary {name!r} go from 0 to {vocab_size - 1}. Encode with `ensemble.tokenizer`."
+    )
