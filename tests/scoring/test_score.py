@@ -298,7 +298,7 @@ def test_what_makes_no_sense_is_refused():
         ("The", [" cat"], "`prompts` has to be a list"),
         (["The"], [" cat", " dog"], "one entry per prompt: got 2 for 1"),
         (["The"], [[1, 2]], "both texts or both ids"),
-        ([[1]], [[10**6]], "ids go from 0 to"),
+        ([[1]], [[10**6]], "ids of the primary .* go from 0 to"),
         ([[1]], [["a"]], "texts or lists of ids"),
     ):
         with pytest.raises(ConfigurationError, match=message):
