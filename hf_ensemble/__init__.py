@@ -13,7 +13,7 @@ from .config import (
     SweetSpanConfig,
     UniteConfig,
 )
-from .decoding.hooks import EnsembleLogitsProcessor
+from .decoding.ensemble_processor import EnsembleLogitsProcessor
 from .decoding.spans.decoder import SpanCandidate, SpanDecoderOutput, SpanRound
 from .decoding.speculation.decoder import SpeculationRound, SpeculationStats
 from .decoding.stopping_criteria import SpanStoppingCriteria

@@ -18,6 +18,9 @@ class MethodConfig:
 
     name: ClassVar[str]
 
+    decides: ClassVar[str] = "tokens"
+    """How it decides: by `"tokens"` or by `"spans"`."""
+
     @property
     def takes_weights_as_given(self) -> bool:
         """Whether mixing weights may be negative and need not sum to 1."""
@@ -297,6 +300,8 @@ class SweetSpanConfig(MethodConfig):
     """SweetSpan: members propose spans of words, score one another's, and the best is kept."""
 
     name: ClassVar[str] = "sweetspan"
+
+    decides: ClassVar[str] = "spans"
 
     span_length: int = 4
     """Number of words in a span."""

@@ -7,7 +7,7 @@ import inspect
 import os
 import posixpath
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,10 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     GenerationMixin,
-    LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from . import messages
 from .chat.rendering import ChatRenderer
@@ -36,100 +31,28 @@ from .config import (
     EnsembleConfig,
     MemberConfig,
     MethodConfig,
-    SweetSpanConfig,
     check_positive_integer,
     method_config,
     normalize_weights,
 )
-from .decoding.decided_ids import write_decided
-from .decoding.hooks import FusionProcessor, SelectionProcessor, UnpaddedPenalty
+from .decoding.call import Call
+from .decoding.kept import Kept
 from .decoding.prompts import OwnPrompts
-from .decoding.row_processors import WARPERS, RowProcessors, needs_whole_batch
-from .decoding.spans.decoder import SpanDecoder, SpanDecoderOutput
-from .decoding.speculation.decoder import PrimaryAlone, SpeculativeDecoder
-from .decoding.speculation.draft_length import DraftLength
-from .decoding.speculation.options import Speculation, obstacle_in_call, obstacle_in_method
-from .decoding.step_weights import MixingWeights, WeightsLike
-from .decoding.stopping_criteria import FollowingCriteriaList
-from .decoding.token_decoder import TokenFusion
-from .errors import ConfigurationError, MemberError
+from .decoding.refusals import refuse_for_ensembles, refuse_without_output
+from .decoding.step_weights import StepWeights, WeightsLike
+from .errors import ConfigurationError
 from .hub.loading import HUB_OPTIONS, check_members, check_token, load_members, loaded_commit, resolve_members
 from .hub.saving import EnsembleParts, is_local, local_card, plan_push, plan_save, push_ensemble, write_ensemble
 from .member_comparison import CompatibilityReport, compare_members
 from .members.member import Member
-from .methods import build_method
-from .methods.base import MemberMaps, TokenMethod, eos_ids_of
-from .recording.recorder import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
-from .recording.spans import decisions_of_rounds
-from .scoring.likelihoods import Scores, read_pairs, score_pairs
+from .modes import mode_for_generate, mode_of
+from .modes.stock_loop import CallCriteria, CallProcessors, Running, StockLoopHooks, carrying
+from .scoring.likelihoods import Scores, read_pairs, score_in_batches
 from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
 
-_ANY_VOCABULARY = {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"}
-"""Processors that know ids by the text before them only, so that they act on any member's own."""
 
-_EARLY_END_PROCESSORS = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
-
-_WAITS = "primary_waits"
-"""Marks the forward passes of the decoding loop in which the primary does not run; its own state does, if needed."""
-
-_MAX_METHODS = 8
-"""Methods kept ready, each with its index maps on the device; a call with other options or EOS ids makes another."""
-
-_MAX_DRAFT_LENGTHS = 64
-"""Kinds of calls of which it is kept how fast their drafts are checked and how many are kept."""
-
-_REFUSED_OPTIONS = {
-    "guidance_scale": "it would run the primary alone a second time",
-    "token_healing": "it rewrites the prompt in the primary's tokens only",
-    "watermarking_config": "its green lists are made for one vocabulary",
-    "prompt_lookup_num_tokens": 'its drafts are checked by the primary only. Pass `speculation="ngram"` instead',
-    "assistant_early_exit": "its drafts are checked by the primary only",
-    "penalty_alpha": "it needs the primary's hidden states for every candidate",
-    "dola_layers": "it contrasts layers of the primary only",
-    "use_mtp": "multi-token prediction drafts are not checked by the other members",
-}
-
-
-class _Call:
-    """What one `generate` call hands to the hooks that the stock method calls; nothing is kept on the model."""
-
-    def __init__(self, method: MethodConfig, weights: MixingWeights):
-        self.method = method
-        self.weights = weights
-        self.fusion: TokenFusion | None = None
-        self.own_prompts: OwnPrompts | None = None
-        self.num_decision_entries: int | None = None
-        self.recorder: DecisionRecorder | None = None
-        self.has_cache = False
-        self.speculation: Speculation | None = None
-        self.speculator: SpeculativeDecoder | None = None
-
-    @property
-    def is_by_primary(self) -> bool:
-        """Whether the primary decides everything, and so runs by itself."""
-        gate = self.method.gate_rule
-        return self.weights.is_only(0) and (gate is None or gate[0] == 0) and not self.method.cuts_off
-
-    @property
-    def is_by_spans(self) -> bool:
-        """Whether members decide span by span."""
-        return isinstance(self.method, SweetSpanConfig) and not self.is_by_primary
-
-
-class _CallProcessors(LogitsProcessorList):
-    """The user's processors, carrying the call to `_get_logits_processor` and, for spans, on to `_sample`."""
-
-    call: _Call
-
-
-class _CallCriteria(StoppingCriteriaList):
-    """The user's criteria, carrying the call to `_get_stopping_criteria`."""
-
-    call: _Call
-
-
-class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
+class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # type: ignore[misc, override]
     """An ensemble of causal language models that decodes as one model.
 
     The first member is the primary: its tokenizer reads and writes the ids that users see, `forward` is its forward,
@@ -178,8 +101,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             config.members[0].system_prompt,
         )
         self.union_vocabulary = UnionVocabulary([member.encoder for member in members])
-        self._methods: dict[Any, TokenMethod] = {}
-        self._draft_lengths: dict[Any, DraftLength] = {}
+        self._kept = Kept(self._members, self.union_vocabulary)
 
     # Making, saving and loading
 
@@ -497,68 +419,9 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
     # Being a model
 
     @property
-    def primary(self) -> Any:
-        """The primary model."""
-        return self._members[0].model
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        cache: Any = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = None,
-        logits_to_keep: Any = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run the primary alone; the other members act in `generate`. Arguments and result are the primary's.
-
-        Raises:
-            ConfigurationError: If `labels` is given: an ensemble has no loss of its own.
-        """
-        if labels is not None:
-            raise ConfigurationError("an ensemble has no loss: `labels` cannot be used with it. See `score`.")
-        member = self._members[0]
-        if kwargs.pop(_WAITS, False):
-            assert input_ids is not None
-            return CausalLMOutputWithPast(logits=input_ids.new_zeros(len(input_ids), 1, member.vocab_size).float())
-        if position_ids is not None and member.max_positions is not None:
-            # Rows that have ended are padded on, and their positions would run out of the table.
-            position_ids = position_ids.clamp_max(member.max_positions - 1)
-        given = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-            member.cache_keyword: cache if cache is not None else past_key_values,
-            "use_cache": use_cache,
-            "logits_to_keep": logits_to_keep,
-        }
-        optional = {"position_ids", "logits_to_keep", "attention_mask"}
-        kwargs.update(
-            (key, value)
-            for key, value in given.items()
-            if value is not None and (key not in optional or member.accepts(key))
-        )
-        if member.accepts("output_router_logits"):
-            kwargs["output_router_logits"] = False
-        try:
-            return self.primary(**kwargs)
-        except Exception as error:
-            raise MemberError(f"member {member.name!r} failed in its forward pass: {error}") from error
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The primary's input embeddings."""
-        embeddings: nn.Module = self.primary.get_input_embeddings()
-        return embeddings
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The primary's language-modelling head."""
-        embeddings: nn.Module = self.primary.get_output_embeddings()
-        return embeddings
+    def primary_member(self) -> Member:  # type: ignore[override]
+        """The primary as this library sees it."""
+        return self._members[0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # What `to`, `half`, `cuda` and their like come down to: checked before anything is moved.
@@ -571,10 +434,6 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                     "or cast. Load it with the `device_map` and `dtype` that you want."
                 )
         return super()._apply(fn, recurse)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy makes its methods anew: they hold graphs and buffers of a device.
-        return {**self.__dict__, "_methods": {}, "_draft_lengths": {}}
 
     # Generating
 
@@ -644,82 +503,48 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             ConfigurationError: If an option cannot work for an ensemble, or the inputs do not fit.
             MemberError: If a member fails, gives NaN, or every candidate was filtered out.
         """
-        try:
-            refused = {
-                "assistant_model": assistant_model,
-                "negative_prompt_ids": negative_prompt_ids,
-                "negative_prompt_attention_mask": negative_prompt_attention_mask,
-                "custom_generate": custom_generate,
-                "inputs_embeds": kwargs.get("inputs_embeds"),
-                "labels": kwargs.get("labels"),
-            }
-            for name, value in refused.items():
-                if value is not None:
-                    raise ConfigurationError(f"`{name}` cannot be used with an ensemble.")
+        arguments = {"prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "synced_gpus": synced_gpus}
+        with _ended_on_failure(streamer):
             call = self._call(method, weights)
             call.has_cache = any(kwargs.get(key) is not None for key in ("past_key_values", "cache"))
             kwargs.pop("token_type_ids", None)
             settings = self._prepare_generation_config(  # type: ignore[misc]
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
             )[0]
-            self._refuse_options(settings, kwargs)
+            refuse_for_ensembles(
+                settings,
+                kwargs,
+                {
+                    "assistant_model": assistant_model,
+                    "negative_prompt_ids": negative_prompt_ids,
+                    "negative_prompt_attention_mask": negative_prompt_attention_mask,
+                    "custom_generate": custom_generate,
+                    "inputs_embeds": kwargs.get("inputs_embeds"),
+                    "labels": kwargs.get("labels"),
+                },
+            )
             if output_decisions:
-                _refuse_without_decisions(settings)
+                refuse_without_output(settings)
                 check_positive_integer("num_decision_entries", num_decision_entries)
                 call.num_decision_entries = num_decision_entries
-            if speculation is not None:
-                call.speculation = Speculation(speculation, self._members)
-                found = obstacle_in_call(settings, call.has_cache, synced_gpus, output_decisions)
-                if call.is_by_primary and call.speculation.is_auto:
-                    call.speculation = None
-                elif found is None and not call.is_by_primary:
-                    found = obstacle_in_method(call.method, call.weights)
-                if found is not None and call.speculation is not None:
-                    call.speculation.refuse(*found)
-                    call.speculation = None
-            if call.method.greedy_only and not call.is_by_primary:
-                _refuse_all_but_greedy(settings, call.method)
-            if call.is_by_spans:
-                self._refuse_options_of_spans(settings, call.has_cache, prefix_allowed_tokens_fn, synced_gpus)
+            running = Running(mode_for_generate(call, settings, arguments, speculation))
             inputs, member_prompts = self._primary_prompt(inputs, kwargs, member_prompts)
             inputs = self._prepare_inputs(inputs, kwargs)
             call.own_prompts = OwnPrompts(self._renderers, member_prompts, 1 if inputs is None else len(inputs))
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
-            processors = _CallProcessors(logits_processor or [])
-            criteria = _CallCriteria(stopping_criteria or [])
-            processors.call = criteria.call = call
             output = super().generate(
                 inputs,
                 generation_config=generation_config,
-                logits_processor=processors,
-                stopping_criteria=criteria,
-                prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
-                synced_gpus=synced_gpus,
+                logits_processor=carrying(CallProcessors, logits_processor, running),
+                stopping_criteria=carrying(CallCriteria, stopping_criteria, running),
                 streamer=streamer,
+                **arguments,
                 **kwargs,
             )
-        except BaseException:
-            if streamer is not None:
-                # What failed is what shall be seen, also if the streamer (whose event loop may be closed) fails as well.
-                with contextlib.suppress(Exception):
-                    streamer.end()
-            raise
-        if call.fusion is not None and not isinstance(output, Tensor):
-            if settings.output_logits:
-                output["logits"] = tuple(call.fusion.logits_rows)
-            if settings.output_scores and call.fusion.scores_rows:
-                output["scores"] = tuple(call.fusion.scores_rows)
-            output["num_forwards"] = call.fusion.num_forwards
-            if settings.num_beams in (None, 1):
-                output["share_ensembled"] = call.fusion.share_ensembled
-        if call.speculator is not None and not isinstance(output, Tensor):
-            output["num_forwards"] = call.speculator.num_forwards
-            output["share_ensembled"] = call.speculator.share_ensembled
-            output["speculation"] = call.speculator.stats
-        if call.recorder is not None:
-            output["decisions"] = call.recorder.decisions(output.sequences)
-        return output
+            if not isinstance(output, Tensor):
+                running.mode.fill(output, settings)
+            return output
 
     @torch.no_grad()
     def score(
@@ -749,58 +574,18 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             ConfigurationError: If prompts and continuations do not match, or a text is too long for a member.
             MemberError: If a member fails or gives NaN.
         """
-        call = self._call(method, weights)
+        mode = mode_of(self._call(method, weights))
         pairs = read_pairs(self._members[0], self.tokenizer, prompts, continuations)
-        token_method = None
-        if not call.is_by_primary and not call.is_by_spans:
-            eos: Any = self.generation_config.eos_token_id
-            token_method = self._method(call.method, [eos] if isinstance(eos, int) else list(eos or ()))
-        return score_pairs(self._members, token_method, call.method, call.weights, pairs, batch_size, self._renderers)
+        eos: Any = self.generation_config.eos_token_id
+        end_ids = [eos] if isinstance(eos, int) else list(eos or ())
+        return score_in_batches(mode.score_batch, mode.call.weights, pairs, batch_size, end_ids)
 
-    def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> _Call:
+    def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> Call:
         config = self.config.method if method is None else method_config(method)
-        count = len(self._members)
-        config.check_members(count)
+        config.check_members(len(self._members))
         given = self.config.weights if weights is None else weights
-        call = _Call(config, MixingWeights(given, count, config.takes_weights_as_given))
-        if isinstance(config, SweetSpanConfig):
-            call.weights.refuse_varying(config.name)
-        return call
-
-    def _refuse_options(self, settings: GenerationConfig, kwargs: dict[str, Any]) -> None:
-        for name, reason in _REFUSED_OPTIONS.items():
-            value = getattr(settings, name, kwargs.get(name))
-            if value is not None and value is not False and not (name == "guidance_scale" and value == 1):
-                raise ConfigurationError(f"`{name}` cannot be used with an ensemble: {reason}.")
-        if "paged" in str(settings.cache_implementation):
-            raise ConfigurationError(
-                f"`cache_implementation={settings.cache_implementation!r}` cannot be used with an ensemble: the paged "
-                "loop decodes with the primary alone."
-            )
-
-    def _refuse_options_of_spans(
-        self, settings: GenerationConfig, has_cache: bool, prefix_allowed_tokens_fn: Any, synced_gpus: Any
-    ) -> None:
-        outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-        refused: dict[str, Any] = {name: getattr(settings, name, None) for name in outputs}
-        refused |= {
-            "num_beams": settings.num_beams not in (None, 1),
-            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn is not None,
-            "synced_gpus": synced_gpus,
-            "cache_implementation": settings.cache_implementation not in (None, "dynamic"),
-            "past_key_values": has_cache,
-        }
-        reasons = dict.fromkeys(outputs, "a span has no distribution over tokens; see `rounds` of the output")
-        reasons |= {
-            "num_beams": "a round keeps one span",
-            "prefix_allowed_tokens_fn": "it knows the primary's ids only, but every member proposes",
-            "synced_gpus": "rounds run on one process",
-            "cache_implementation": "rejected spans are rolled back, which takes a dynamic cache",
-            "past_key_values": "the members keep caches of their own",
-        }
-        for name, is_asked in refused.items():
-            if is_asked:
-                raise ConfigurationError(f"`{name}` cannot be used with method 'sweetspan': {reasons[name]}.")
+        step_weights = StepWeights(given, len(self._members), config.takes_weights_as_given)
+        return Call(self._kept, config, step_weights, self._renderers)
 
     def _primary_prompt(
         self, inputs: Any, kwargs: dict[str, Any], member_prompts: Sequence[Any] | None
@@ -865,328 +650,6 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             kwargs["attention_mask"] = mask
         return ids
 
-    def _get_logits_processor(self, generation_config: Any, **kwargs: Any) -> LogitsProcessorList:  # type: ignore[override]
-        """Put the fusion first and the decision over the union vocabulary last."""
-        given = kwargs.get("logits_processor")
-        call = getattr(given, "call", None)
-        if call is not None:
-            copies = max(generation_config.num_beams, generation_config.num_return_sequences)
-            call.weights.expand(len(kwargs["encoder_input_ids"]), copies)
-        stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
-        if call is None:
-            return stock
-        prompt = kwargs["encoder_input_ids"].repeat_interleave(copies, dim=0)
-        mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
-        eos_ids = _ids_of(generation_config._eos_token_tensor)
-        if call.speculation is not None:
-            name = needs_whole_batch(stock) if len(prompt) > 1 else None
-            if name is None:
-                processors = _CallProcessors(stock)
-                processors.call = call
-                return processors
-            call.speculation.refuse(
-                f"the logits processor {name} and several rows",
-                "rows are decided at their own pace, so a processor is called with one row at a time",
-                "Decode the rows one by one",
-            )
-            call.speculation = None
-        if call.is_by_primary:
-            if call.num_decision_entries is None:
-                return stock
-            ends = eos_ids_of(self._members[:1], eos_ids)[0]
-            maps = MemberMaps(self.union_vocabulary, 0, ends, prompt.device)
-            call.recorder = DecisionRecorder(self._members, [maps], prompt, mask, call.num_decision_entries)
-            return LogitsProcessorList([PrimaryRecorder(call.recorder, len(self._members)), *stock])
-        if call.is_by_spans:
-            processors = _CallProcessors(self._processors_for_spans(stock, call.weights.participants))
-            processors.call = call
-            return processors
-        is_beam_search = generation_config.num_beams > 1
-        decides_over_union = not is_beam_search and all(type(item).__name__ in WARPERS for item in stock)
-        keeps_rows = bool(
-            generation_config.return_dict_in_generate
-            and (generation_config.output_logits or generation_config.output_scores)
-        )
-        if call.method.draws_one:
-            self._refuse_all_but_plain_sampling(generation_config, stock)
-        method = self._method(call.method, eos_ids)
-        is_wide = decides_over_union and method.is_wide
-        if call.num_decision_entries is not None:
-            call.recorder = DecisionRecorder(
-                self._members, method.maps, prompt, mask, call.num_decision_entries, is_wide, method.reads_first_ids
-            )
-        call.fusion = TokenFusion(
-            self._members,
-            method,
-            call.method,
-            call.weights,
-            prompt,
-            mask,
-            is_wide=decides_over_union,
-            runs_primary=self._primary_can_wait(call, generation_config, method),
-            keep_rows=keeps_rows,
-            own_prompts=call.own_prompts,
-            recorder=call.recorder,
-            max_new_tokens=generation_config.max_length - kwargs["input_ids_seq_length"],
-        )
-        first = FusionProcessor(call.fusion, is_beam_search)
-        if mask is not None:
-            stock = LogitsProcessorList(
-                UnpaddedPenalty(item, mask) if isinstance(item, RepetitionPenaltyLogitsProcessor) else item
-                for item in stock
-            )
-        last = SelectionProcessor(call.fusion, generation_config.do_sample, generation_config.num_beams)
-        processors = _CallProcessors([first, *stock, last])
-        processors.call = call
-        return processors
-
-    def _primary_can_wait(self, call: _Call, generation_config: Any, method: TokenMethod) -> bool:
-        """Whether the primary need not run in the decoding loop: not every step needs it, or its steps are captured."""
-        gate = call.method.gate_rule
-        needs_it = gate[0] == 0 if gate else 0 in call.weights.participants and not call.method.draws_one
-        needs_it |= method.starts_from_primary
-        # What only its own pass through the decoding loop can give.
-        outputs = generation_config.output_attentions or generation_config.output_hidden_states
-        return not (
-            (needs_it and not self._members[0].is_captured)
-            or call.has_cache
-            or generation_config.num_beams > 1
-            or generation_config.use_cache is False
-            or generation_config.prefill_chunk_size is not None
-            or generation_config.cache_implementation not in (None, "dynamic")
-            or (generation_config.return_dict_in_generate and outputs)
-        )
-
-    @staticmethod
-    def _refuse_all_but_plain_sampling(generation_config: Any, stock: LogitsProcessorList) -> None:
-        rule = "draws one member for each token, which gives texts of the mixture's law only"
-        if not generation_config.do_sample or generation_config.num_beams > 1:
-            found = "beam search" if generation_config.num_beams > 1 else "greedy decoding"
-            raise ConfigurationError(
-                f'`strategy="mixture_sampling"` {rule} if texts are sampled, but this is {found}. Pass `do_sample=True`.'
-            )
-        if stock:
-            name = type(stock[0]).__name__
-            raise ConfigurationError(
-                f'`strategy="mixture_sampling"` {rule} without processors, but there is a {name}. Pass `top_k=0`, '
-                "`top_p=1.0` and `temperature=1.0`, and no others."
-            )
-
-    def _processors_for_spans(self, stock: LogitsProcessorList, participants: Collection[int]) -> list[Any]:
-        """The processors that act on every member's proposals; refused are those that know the primary's ids only."""
-        # How early a text may end is counted in the primary's ids: see `SpanDecoder`.
-        kept = [item for item in stock if type(item).__name__ not in _EARLY_END_PROCESSORS]
-        # Members read rows one by one, without the padding that the stock penalty passes over in a batch.
-        kept = [
-            RepetitionPenaltyLogitsProcessor(item.penalty)
-            if isinstance(getattr(item, "prompt_ignore_length", None), Tensor)
-            else item
-            for item in kept
-        ]
-        fingerprints = {self._members[index].encoder.token_bytes.fingerprint for index in {0, *participants}}
-        for item in kept:
-            name = type(item).__name__
-            if name not in WARPERS | _ANY_VOCABULARY and len(fingerprints) > 1:
-                raise ConfigurationError(
-                    f"the logits processor {name} cannot be used with method 'sweetspan' unless all members have the "
-                    "same tokenizer: it knows the primary's ids only, but every member proposes in its own."
-                )
-        return kept
-
-    def _sample(
-        self,
-        input_ids: Any,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        """Run the stock loop, or hand over to spans or to speculation."""
-        call = getattr(logits_processor, "call", None)
-        if call is not None and call.fusion is not None:
-            if call.fusion.runs_primary:
-                for key in ("past_key_values", "cache"):
-                    model_kwargs.pop(key, None)
-                model_kwargs[_WAITS] = True
-            call = None
-        if call is None:
-            return super()._sample(  # type: ignore[misc]
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus,
-                streamer,
-                **model_kwargs,
-            )
-        if call.speculation is not None:
-            mask = model_kwargs.get("attention_mask")
-            return self._speculate(
-                call, input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer
-            )
-        config: Any = generation_config
-        prompt_length = input_ids.shape[1]
-        eos_ids = _ids_of(config._eos_token_tensor)
-        decoder = SpanDecoder(
-            self._members,
-            call.weights.participants,
-            call.method,
-            eos_ids_of(self._members, eos_ids),
-            input_ids,
-            model_kwargs.get("attention_mask"),
-            LogitsProcessorList(logits_processor),
-            do_sample=bool(config.do_sample),
-            max_new_tokens=config.max_length - prompt_length,
-            min_new_tokens=max(config.min_new_tokens or 0, (config.min_length or 0) - prompt_length),
-            use_cache=config.use_cache is not False,
-            own_prompts=call.own_prompts,
-        )
-        pad = _pad_of(config)
-        ids = write_decided(decoder, input_ids, stopping_criteria, pad, streamer)
-        if not config.return_dict_in_generate:
-            return ids
-        output = SpanDecoderOutput(sequences=ids, rounds=decoder.rounds)  # type: ignore[arg-type]
-        if call.num_decision_entries is not None:
-            mask = model_kwargs.get("attention_mask")
-            output["decisions"] = decisions_of_rounds(decoder, call.method, input_ids, mask, ids)
-        return output
-
-    def _speculate(
-        self,
-        call: _Call,
-        input_ids: Tensor,
-        mask: Tensor | None,
-        processors: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        config: Any,
-        streamer: Any,
-    ) -> Any:
-        assert call.speculation is not None
-        eos_ids = _ids_of(config._eos_token_tensor)
-        pad = _pad_of(config)
-        method: TokenMethod
-        if call.is_by_primary:
-            ends = eos_ids_of(self._members, eos_ids)
-            method = PrimaryAlone(self.union_vocabulary, ends, self._members[0].device)
-        else:
-            method = self._method(call.method, eos_ids)
-        num_parameters = [member.model.num_parameters() for member in self._members]
-        participants = tuple(sorted(call.weights.participants))
-        drafters = call.speculation.drafters(participants, num_parameters)
-        # What earlier calls of this kind have measured; each is used by one call at a time.
-        kind = (call.method, call.is_by_primary, call.speculation.name, participants, len(input_ids), method.device)
-        draft_length = self._draft_lengths.pop(kind, None) or self._new_draft_length(
-            drafters, participants, num_parameters
-        )
-        call.speculator = SpeculativeDecoder(
-            self._members,
-            method,
-            call.method.name,
-            call.weights.at(0, input_ids),
-            input_ids,
-            mask,
-            RowProcessors(processors, input_ids, mask),
-            do_sample=bool(config.do_sample),
-            max_new_tokens=config.max_length - input_ids.shape[1],
-            end_ids=eos_ids,
-            drafters=drafters,
-            uses_ngrams=call.speculation.uses_ngrams,
-            draft_length=draft_length,
-            keep_rows=bool(config.return_dict_in_generate and (config.output_logits or config.output_scores)),
-            filler=pad or 0,
-            own_prompts=call.own_prompts,
-        )
-        try:
-            ids = write_decided(call.speculator, input_ids, stopping_criteria, pad, streamer)
-        finally:
-            call.speculator.close()
-        if len(self._draft_lengths) >= _MAX_DRAFT_LENGTHS:
-            self._draft_lengths.clear()
-        self._draft_lengths[kind] = draft_length
-        if not config.return_dict_in_generate:
-            return ids
-        return GenerateDecoderOnlyOutput(
-            sequences=ids,  # type: ignore[arg-type]
-            scores=tuple(call.speculator.scores_rows) if config.output_scores else None,  # type: ignore[arg-type]
-            logits=tuple(call.speculator.logits_rows) if config.output_logits else None,  # type: ignore[arg-type]
-        )
-
-    def _new_draft_length(
-        self, drafters: Sequence[int], participants: Sequence[int], num_parameters: Sequence[int]
-    ) -> DraftLength:
-        running = sum(num_parameters[index] for index in participants)
-        return DraftLength(
-            shares={self._members[index].name: num_parameters[index] / running for index in drafters},
-            # The first three also capture graphs, of steps and of mixing.
-            num_trials=4 if any(self._members[index].is_captured for index in participants) else 1,
-        )
-
-    def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:  # type: ignore[override]
-        call = getattr(kwargs.get("stopping_criteria"), "call", None)
-        criteria = super()._get_stopping_criteria(**kwargs)  # type: ignore[misc]
-        if call is not None and call.is_by_primary and call.recorder is not None:
-            return RecordingCriteriaList(criteria, call.recorder)
-        if call is None or call.fusion is None or kwargs["generation_config"].num_beams > 1:
-            return criteria
-        return FollowingCriteriaList(criteria, call.fusion)
-
-    def _method(self, config: MethodConfig, eos_ids: list[int]) -> TokenMethod:
-        device = self._members[0].device
-        key = (config, tuple(eos_ids), device)
-        for other_key, other in list(self._methods.items()):
-            if other_key != key:
-                other.forget()
-        method = self._methods.get(key)
-        if method is None or method.is_stale:
-            if len(self._methods) >= _MAX_METHODS:
-                self._methods.clear()
-            method = build_method(
-                config, self._members, self.union_vocabulary, eos_ids_of(self._members, eos_ids), device
-            )
-            self._methods[key] = method
-        return method
-
-    # The primary runs in the stock loop, so what the loop asks a model for is asked of the primary.
-
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """Prepare the primary's inputs for one step."""
-        if kwargs.get(_WAITS):
-            return {"input_ids": input_ids, _WAITS: True}
-        inputs: dict[str, Any] = self.primary.prepare_inputs_for_generation(input_ids, **kwargs)
-        return inputs
-
-    def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare the primary's attention masks."""
-        return self.primary.create_masks_for_generate(*args, **kwargs)
-
-    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        return self.primary._prepare_position_ids_for_generation(*args, **kwargs)
-
-    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
-        if model_kwargs.get(_WAITS):
-            return model_kwargs
-        return self.primary._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-
-    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        # On transformers 5.17 the name of the cache depends on the model's class.
-        return self.primary._prepare_cache_for_generation(*args, **kwargs)
-
-    @property
-    def _is_stateful(self) -> bool:  # type: ignore[override]
-        return bool(self.primary._is_stateful)
-
-
-def _refuse_all_but_greedy(settings: GenerationConfig, method: MethodConfig) -> None:
-    asked = {"do_sample": bool(settings.do_sample), "num_beams": settings.num_beams not in (None, 1)}
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise ConfigurationError(
-                f"`{name}={getattr(settings, name)}` cannot be used with these options of method {method.name!r}: "
-                f"{method.greedy_only}. Pass `do_sample=False` and `num_beams=1`."
-            )
-
 
 def _renderer(member: Member, item: MemberConfig) -> ChatRenderer:
     token_bytes = member.encoder.token_bytes
@@ -1201,24 +664,17 @@ def _renderer(member: Member, item: MemberConfig) -> ChatRenderer:
     )
 
 
-def _refuse_without_decisions(settings: GenerationConfig) -> None:
-    if not settings.return_dict_in_generate:
-        raise ConfigurationError(
-            "`output_decisions` gives `decisions` of the output object: pass `return_dict_in_generate=True` too."
-        )
-    if settings.num_beams not in (None, 1):
-        raise ConfigurationError(
-            f"`output_decisions` cannot be used with `num_beams={settings.num_beams}`: beams are chosen by the "
-            "probabilities of whole texts, so nobody decides a token. Pass `num_beams=1`."
-        )
-
-
-def _pad_of(config: Any) -> int | None:
-    return None if config._pad_token_tensor is None else int(config._pad_token_tensor)
-
-
-def _ids_of(tensor: Tensor | None) -> list[int]:
-    return [] if tensor is None else tensor.tolist()
+@contextlib.contextmanager
+def _ended_on_failure(streamer: Any) -> Iterator[None]:
+    """End a streamer also when generation fails, so that its readers never hang."""
+    try:
+        yield
+    except BaseException:
+        if streamer is not None:
+            # What failed is what shall be seen, also if the streamer (whose event loop may be closed) fails as well.
+            with contextlib.suppress(Exception):
+                streamer.end()
+        raise
 
 
 def _read_config(source: str, located: dict[str, Any]) -> PreTrainedConfig | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from .hooks import UnpaddedPenalty
+from .unpadded_penalty import UnpaddedPenalty
 
 WARPERS = {
     "TemperatureLogitsWarper",

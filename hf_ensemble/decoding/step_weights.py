@@ -1,4 +1,4 @@
-"""The mixing weights of one call: for all rows, for each row, or decided step by step."""
+"""The weights of every step of one call: for all rows, for each row, or decided step by step."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ WeightsLike: TypeAlias = Sequence[float] | Sequence[Sequence[float]] | Tensor | 
 either."""
 
 
-class MixingWeights:
+class StepWeights:
     """Every row's mixing weights at every step.
 
     Args:
@@ -80,7 +80,7 @@ class MixingWeights:
         """Whether they are decided step by step."""
         return self._rows is None
 
-    def of_prompts(self, prompts: Sequence[int]) -> "MixingWeights":
+    def of_prompts(self, prompts: Sequence[int]) -> "StepWeights":
         """Those of some of the prompts, once the number of prompts is set."""
         twin = copy.copy(self)
         twin._num_prompts, twin._copies = len(prompts), 1

@@ -1,16 +1,15 @@
-"""Stopping criteria: the end of a span, and the one that tells the fusion what has been chosen."""
+"""The stopping criterion that ends a span."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from ..config import SweetSpanConfig
 from ..vocabulary.token_bytes import TokenBytes
 from ..vocabulary.words import Span, read_span
-from .token_decoder import TokenFusion
 
 
 class SpanStoppingCriteria(StoppingCriteria):
@@ -85,25 +84,3 @@ class SpanStoppingCriteria(StoppingCriteria):
         if before is None or before.shape != (input_ids.shape[0], input_ids.shape[1] - 1):
             return False
         return bool((input_ids[:, None, :-1] == before.to(input_ids.device)).all(-1).any(-1).all())
-
-
-class FollowingCriteriaList(StoppingCriteriaList):
-    """Stopping criteria after which a fusion takes up the step's ids, before any streamer sees them.
-
-    Args:
-        criteria: The criteria of the call.
-        fusion: The call's fusion.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, fusion: TokenFusion):
-        super().__init__(criteria)
-        self._fusion = fusion
-        self._done: Tensor | None = None
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
-        """Say which rows have ended, of shape `(batch_size,)`, and let the fusion follow."""
-        # Criteria answer for this id only; a row that has ended stays so.
-        done: Any = super().__call__(input_ids, scores, **kwargs)
-        self._done = done if self._done is None else self._done | done
-        self._done = self._fusion.receive(input_ids, self._done)
-        return self._done

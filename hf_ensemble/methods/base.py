@@ -101,6 +101,8 @@ class TokenMethod(ABC):
     """Whether `mix` does the same kernels at every step, with no look at the host, so that a CUDA graph can hold it."""
     reads_first_ids: bool = False
     """Whether an entry that a member lacks counts as the first id with which it would write it."""
+    proposes_few: bool = False
+    """Whether `mix` gives mass only to entries that members propose or that a cut-off leaves."""
     starts_from_primary: bool = False
     """Whether `mix` needs the primary's logits even where the primary's weight is 0."""
 

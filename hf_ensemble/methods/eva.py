@@ -43,6 +43,7 @@ class Eva(TokenMethod):
 
     resync: Resync = "retokenize"
     is_wide = False
+    proposes_few = True
 
     def __init__(
         self,

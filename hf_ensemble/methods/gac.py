@@ -31,6 +31,10 @@ class Gac(TokenMethod):
 
     def __init__(self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device):
         super().__init__(union, eos_ids, device)
+        self._read_tables()
+
+    def _read_tables(self) -> None:
+        union, device = self.union, self.device
         # For each union entry the column of a member's probabilities to read, one past the last for none; None where
         # that is every column in its place, as for members with the same vocabulary.
         self._read_from: list[Tensor | None] = []
@@ -40,6 +44,14 @@ class Gac(TokenMethod):
             ids = torch.where(ids < 0, vocab_size, ids)
             in_place = torch.equal(ids[: len(union)], torch.arange(len(union), device=device).clamp_max(vocab_size))
             self._read_from.append(None if in_place else ids)
+
+    @classmethod
+    def beside(cls, method: TokenMethod) -> "Gac":
+        """The same members' average, with the maps of another method."""
+        twin = cls.__new__(cls)
+        twin.union, twin.device, twin.maps, twin.captured_mixes = method.union, method.device, method.maps, []
+        twin._read_tables()
+        return twin
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""

@@ -50,6 +50,7 @@ class ProductOfExperts(TokenMethod):
         self.alpha = alpha
         # It says what is plausible, whatever its weight.
         self.starts_from_primary = alpha is not None
+        self.proposes_few = bool(alpha)
         is_control = torch.as_tensor(union.encoders[0].token_bytes.kinds == CONTROL, device=device)
         self._primary_control = is_control.nonzero()[:, 0]
         ids = torch.arange(union.primary_size, device=device)

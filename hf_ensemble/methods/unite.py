@@ -35,6 +35,7 @@ class Unite(TokenMethod):
     resync: Resync = "retokenize"
     is_wide = False
     reads_first_ids = True
+    proposes_few = True
 
     def __init__(
         self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device, top_k: int = 10

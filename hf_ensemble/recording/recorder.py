@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteriaList
+from transformers import LogitsProcessor
 
 from ..members.member import Member
 from ..methods.base import MemberMaps
@@ -263,27 +263,6 @@ class PrimaryRecorder(LogitsProcessor):
         logits = scores.float()
         self._recorder.take([logits], logits.log_softmax(-1), plan, plan != 0)
         return scores
-
-
-class RecordingCriteriaList(StoppingCriteriaList):
-    """Stopping criteria after which a recorder takes up the step's ids.
-
-    Args:
-        criteria: The criteria of the call.
-        recorder: The call's recorder.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, recorder: DecisionRecorder):
-        super().__init__(criteria)
-        self._recorder = recorder
-        self._done: Tensor | None = None
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
-        """Say which rows end with this id, of shape `(batch_size,)`."""
-        done: Any = super().__call__(input_ids, scores, **kwargs)
-        self._done = done if self._done is None else self._done | done
-        self._recorder.choose(input_ids[:, -1], self._done)
-        return done
 
 
 class Namer:

@@ -1,7 +1,7 @@
 """How likely given continuations are under an ensemble."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import messages
 from ..chat.rendering import ChatRenderer
-from ..config import MethodConfig, SweetSpanConfig, check_positive_integer
+from ..config import MethodConfig, check_positive_integer
 from ..decoding.prompts import OwnPrompts, Prompts, read_prompts
-from ..decoding.step_weights import MixingWeights
+from ..decoding.step import without_member
+from ..decoding.step_weights import StepWeights
 from ..decoding.teacher_forcing import ForcedMember, ForcedText
 from ..decoding.text_warnings import warn_of_losses
-from ..decoding.token_decoder import without_member
 from ..errors import ConfigurationError, MemberError
 from ..members.member import Member, padded_left
 from ..methods.base import TokenMethod
@@ -150,25 +150,21 @@ def _pair_of_ids(primary: Member, prompt: list[int], continuation: list[int]) ->
     return Pair(prompt or _start_ids(primary), continuation, num_bytes)
 
 
-def score_pairs(
-    members: Sequence[Member],
-    method: TokenMethod | None,
-    config: MethodConfig,
-    weights: MixingWeights,
+def score_in_batches(
+    score_batch: Callable[..., list[tuple[float, bool]]],
+    weights: StepWeights,
     pairs: Sequence[Pair],
     batch_size: int,
-    renderers: Sequence[ChatRenderer],
+    end_ids: Sequence[int],
 ) -> Scores:
-    """Score continuations.
+    """Score continuations, some at a time.
 
     Args:
-        members: The members; the first is the primary.
-        method: The method, made for these members; None where the primary decides alone, or members by spans.
-        config: The method's options.
-        weights: Mixing weights: one list for all pairs, one for each, or a function of a batch's step and ids.
+        score_batch: Scores some of them; see `Mode.score_batch`.
+        weights: Step weights: one list for all pairs, one for each, or a function of a batch's step and ids.
         pairs: Prompts and continuations.
         batch_size: Number of pairs that run together.
-        renderers: For each member, how it reads a conversation that a prompt's ids stand for.
+        end_ids: The primary's ids that end a text.
 
     Raises:
         ConfigurationError: If a text does not fit a member's positions.
@@ -183,14 +179,7 @@ def score_pairs(
     log_probs, is_greedy = [0.0] * len(pairs), [True] * len(pairs)
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
-        rows, own_weights = [pairs[n] for n in numbers], weights.of_prompts(numbers)
-        if method is not None:
-            found = _Batch(members, method, config, own_weights, rows, numbers, renderers).score()
-        elif isinstance(config, SweetSpanConfig) and not weights.is_only(0):
-            found = _score_spans(members, own_weights.participants, rows, numbers, renderers)
-        else:
-            own = [(pair.prompt, pair.continuation) for pair in rows]
-            found = _score_alone(members[0], own, numbers, all_columns=True)
+        found = score_batch([pairs[n] for n in numbers], weights.of_prompts(numbers), numbers, end_ids)
         for n, (log_prob, greedy) in zip(numbers, found, strict=True):
             log_probs[n], is_greedy[n] = log_prob, greedy
     totals = torch.tensor(log_probs, dtype=torch.float64)
@@ -207,7 +196,7 @@ class _Batch:
         members: Sequence[Member],
         method: TokenMethod,
         config: MethodConfig,
-        weights: MixingWeights,
+        weights: StepWeights,
         pairs: Sequence[Pair],
         numbers: Sequence[int],
         renderers: Sequence[ChatRenderer],
@@ -232,7 +221,7 @@ class _Batch:
         self._texts = texts
         self._forced = {index: ForcedMember(members[index], rows) for index, rows in texts.items() if rows}
 
-    def _plans_of(self, weights: MixingWeights, ids: Tensor) -> Tensor:
+    def _plans_of(self, weights: StepWeights, ids: Tensor) -> Tensor:
         if not weights.varies:
             return weights.at(0, ids)[None]
         pad = self._members[0].tokenizer.pad_token_id or 0
@@ -365,7 +354,7 @@ class _Batch:
         return True
 
 
-def _score_spans(
+def score_spans(
     members: Sequence[Member],
     participants: Collection[int],
     pairs: Sequence[Pair],
@@ -389,7 +378,7 @@ def _score_spans(
         texts = {index: {row: ForcedText.of_ids(*context) for row, context in own.items()}}
         _check_positions(members, texts, numbers)
         own_numbers = [numbers[row] for row in own]
-        scored = _score_alone(member, list(own.values()), own_numbers, all_columns=False) if own else []
+        scored = score_alone(member, list(own.values()), own_numbers, all_columns=False) if own else []
         for row, score in zip(own, scored, strict=True):
             found[row].append(score)
     for row, scores in enumerate(found):
@@ -416,7 +405,7 @@ def _own_ids(member: Member, prompt: MemberContext, text: bytes, whole: bytes) -
     return list(prompt.ids), grown.ids[len(prompt.ids) :]
 
 
-def _score_alone(
+def score_alone(
     member: Member, rows: Sequence[tuple[list[int], list[int]]], numbers: Sequence[int], all_columns: bool
 ) -> list[tuple[float, bool]]:
     """One member's log-probabilities of its own ids.
@@ -476,3 +465,7 @@ def _check_positions(
                 what = f"prompt and continuation {numbers[row]} take"
                 remedy = "Shorten the prompt, or score the text in parts"
                 raise messages.too_long(members[index].name, limit, what, text.longest, remedy)
+
+
+def score_fused(members, method, config, weights, pairs, numbers, renderers):  # type: ignore
+    return _Batch(members, method, config, weights, pairs, numbers, renderers).score()

@@ -18,14 +18,14 @@ from torch import Tensor
 from ... import messages
 from ...errors import MemberError
 from ...members.member import Member, MemberState
-from ...methods.base import Mixed, TokenMethod
+from ...methods.base import TokenMethod
 from ...methods.captured import CapturedMix
 from ...mixing import fold
-from ...vocabulary.context import MemberContext, Resync, num_common
+from ...vocabulary.context import MemberContext, num_common
 from ..prompts import OwnPrompts, expand_prompts, read_prompts
 from ..row_processors import RowProcessors
+from ..step import without_member
 from ..text_warnings import warn_of_control, warn_of_losses
-from ..token_decoder import without_member
 from .draft_length import DraftLength
 from .drafts import NGRAM, Draft, MemberDrafter, RowText
 
@@ -85,20 +85,6 @@ class SpeculationStats:
                 if item.drafter is not None:
                     counts[item.drafter] += getattr(item, what)
         return dict(counts)
-
-
-class PrimaryAlone(TokenMethod):
-    """The primary's own logits, as they are."""
-
-    resync: Resync = "append"
-    is_wide = False
-    is_capturable = False
-
-    def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
-        """Return the primary's logits; see `TokenMethod.mix`."""
-        primary = logits[0]
-        assert primary is not None
-        return Mixed(primary, torch.zeros_like(weights))
 
 
 @dataclass

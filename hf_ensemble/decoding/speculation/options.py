@@ -1,12 +1,13 @@
 """What `speculation=` asks for, and what stands against it."""
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-from ...config import MethodConfig, SweetSpanConfig
+from ...config import MethodConfig
 from ...errors import ConfigurationError
 from ...members.member import Member
-from ..step_weights import MixingWeights
+from ..refusals import Obstacle, first_obstacle
+from ..step_weights import StepWeights
 from .drafts import NGRAM
 
 AUTO = "auto"
@@ -58,17 +59,17 @@ class Speculation:
             return list(first_of.values())
         return [n for n, member in enumerate(self._members) if member.name == self.name and not self.uses_ngrams][:1]
 
-    def refuse(self, what: str, why: str, remedy: str) -> None:
-        """Refuse an option, unless the plain loop may take over."""
+    def refuse(self, obstacle: Obstacle) -> None:
+        """Refuse drafts, unless the plain loop may take over.
+
+        Raises:
+            ConfigurationError: If it may not.
+        """
         if not self.is_auto:
             raise ConfigurationError(
-                f"`speculation={self.name!r}` cannot be used with {what}: {why}. {remedy}, or pass "
-                "`speculation='auto'`, which then decodes without drafts."
+                f"`speculation={self.name!r}` cannot be used with {obstacle.what}: {obstacle.why}. {obstacle.remedy}, or "
+                "pass `speculation='auto'`, which then decodes without drafts."
             )
-
-
-Obstacle: TypeAlias = tuple[str, str, str]
-"""What cannot be combined with drafts, why, and what to do."""
 
 
 def obstacle_in_call(settings: Any, has_cache: bool, synced_gpus: Any, records: bool) -> Obstacle | None:
@@ -81,34 +82,71 @@ def obstacle_in_call(settings: Any, has_cache: bool, synced_gpus: Any, records: 
         records: Whether decisions are recorded.
     """
     own_caches = "drafts are rolled back in the members' own caches"
+    positions = "positions of drafts would be among them"
     returns = settings.return_dict_in_generate
     beams, cache = settings.num_beams, settings.cache_implementation
-    return _first([
-        (beams not in (None, 1), f"`num_beams={beams}`", "beams move between rows at every step", "Pass `num_beams=1`"),
-        (records, "`output_decisions`", "decisions are recorded in the plain loop only"),
-        (returns and settings.output_attentions, "`output_attentions`", "positions of drafts would be among them"),
-        (returns and settings.output_hidden_states, "`output_hidden_states`", "positions of drafts would be among them"),
-        (settings.use_cache is False, "`use_cache=False`", own_caches),
-        (has_cache, "a cache that is passed in", own_caches),
-        (cache not in (None, "dynamic"), f"`cache_implementation={cache!r}`", own_caches),
-        (settings.prefill_chunk_size is not None, "`prefill_chunk_size`", own_caches),
-        (synced_gpus, "`synced_gpus`", "rounds run on one process"),
-    ])  # fmt: skip
+    return first_obstacle(
+        [
+            Obstacle(
+                beams not in (None, 1),
+                f"`num_beams={beams}`",
+                "beams move between rows at every step",
+                "Pass `num_beams=1`",
+            ),
+            Obstacle(records, "`output_decisions`", "decisions are recorded in the plain loop only"),
+            Obstacle(returns and settings.output_attentions, "`output_attentions`", positions),
+            Obstacle(returns and settings.output_hidden_states, "`output_hidden_states`", positions),
+            Obstacle(settings.use_cache is False, "`use_cache=False`", own_caches),
+            Obstacle(has_cache, "a cache that is passed in", own_caches),
+            Obstacle(cache not in (None, "dynamic"), f"`cache_implementation={cache!r}`", own_caches),
+            Obstacle(settings.prefill_chunk_size is not None, "`prefill_chunk_size`", own_caches),
+            Obstacle(synced_gpus, "`synced_gpus`", "rounds run on one process"),
+        ]
+    )
 
 
-def obstacle_in_method(method: MethodConfig, weights: MixingWeights) -> Obstacle | None:
-    """What stands against drafts in how members are mixed; None if nothing does."""
-    return _first([
-        (isinstance(method, SweetSpanConfig), "method 'sweetspan'", "its candidates are drafts already",
-         "Choose a token-level method"),
-        (method.gate_rule is not None, "a gate", "it decides at every step who runs, so that nobody could check several",
-         "Leave out `threshold`"),
-        (method.draws_one, "mixture sampling", "one drawn member decides each token, so that the others cannot check it",
-         "Leave out `strategy`"),
-        (weights.varies, "`weights` that are a function", "it is called at every step with the ids so far",
-         "Give the weights as numbers"),
-    ])  # fmt: skip
+def obstacle_in_method(method: MethodConfig, weights: StepWeights) -> Obstacle | None:
+    """What stands against drafts in how members are mixed; None if nothing does.
+
+    Args:
+        method: The method's options.
+        weights: The call's weights.
+    """
+    return first_obstacle(
+        [
+            Obstacle(
+                method.decides != "tokens",
+                f"method {method.name!r}",
+                "its candidates are drafts already",
+                "Choose a token-level method",
+            ),
+            Obstacle(
+                method.gate_rule is not None,
+                "a gate",
+                "it decides at every step who runs, so that nobody could check several",
+                "Leave out `threshold`",
+            ),
+            Obstacle(
+                method.draws_one,
+                "mixture sampling",
+                "one drawn member decides each token, so that the others cannot check it",
+                "Leave out `strategy`",
+            ),
+            Obstacle(
+                weights.varies,
+                "`weights` that are a function",
+                "it is called at every step with the ids so far",
+                "Give the weights as numbers",
+            ),
+        ]
+    )
 
 
-def _first(cases: Sequence[tuple[Any, ...]]) -> Obstacle | None:
-    return next(((what, why, *(remedy or ["Leave it out"])) for found, what, why, *remedy in cases if found), None)
+def whole_batch_obstacle(processor_name: str) -> Obstacle:
+    """What stands against drafts where a processor has to see all of several rows."""
+    return Obstacle(
+        True,
+        f"the logits processor {processor_name} and several rows",
+        "rows are decided at their own pace, so a processor is called with one row at a time",
+        "Decode the rows one by one",
+    )

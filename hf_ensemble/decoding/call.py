@@ -1,0 +1,65 @@
+"""One call of `generate` or `score`: what it works with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..chat.rendering import ChatRenderer
+from ..config import MethodConfig
+from ..members.member import Member
+from ..methods.base import TokenMethod
+from .kept import Kept
+from .prompts import OwnPrompts
+from .step_weights import StepWeights
+
+
+@dataclass
+class Call:
+    """What a call works with. Nothing of it stays on the model, so calls at the same time are independent.
+
+    Attributes:
+        kept: What the ensemble keeps from call to call, its members included.
+        config: The method's options.
+        weights: The step weights.
+        renderers: For each member, how it reads conversations.
+        own_prompts: What members read in place of the text of the prompt ids.
+        num_decision_entries: Number of each member's best entries that are recorded at each decision; None where
+            decisions are not recorded.
+        has_cache: Whether a cache was passed in.
+    """
+
+    kept: Kept
+    config: MethodConfig
+    weights: StepWeights
+    renderers: Sequence[ChatRenderer]
+    own_prompts: OwnPrompts | None = None
+    num_decision_entries: int | None = None
+    has_cache: bool = False
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """The members; the first is the primary."""
+        return self.kept.members
+
+    @property
+    def is_by_primary(self) -> bool:
+        """Whether the primary decides everything, and so runs by itself."""
+        gate = self.config.gate_rule
+        return self.weights.is_only(0) and (gate is None or gate[0] == 0) and not self.config.cuts_off
+
+    def method(self, settings: Any) -> TokenMethod:
+        """The token-level method, for a prepared generation config."""
+        return self.kept.method(self.config, end_ids(settings))
+
+
+def end_ids(settings: Any) -> list[int]:
+    """The ids that end a text by a prepared generation config."""
+    found: Tensor | None = settings._eos_token_tensor
+    return [] if found is None else found.tolist()
+
+
+def filler_id(settings: Any) -> int | None:
+    """The id that fills rows that have ended by a prepared generation config."""
+    return None if settings._pad_token_tensor is None else int(settings._pad_token_tensor)

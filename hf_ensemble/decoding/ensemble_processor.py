@@ -1,0 +1,103 @@
+"""The token-level ensemble as a plain logits processor."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..config import MethodConfig, method_config
+from ..errors import ConfigurationError
+from ..members.member import Member
+from ..messages import wrong_count
+from ..vocabulary.union import UnionVocabulary
+from .kept import Kept
+from .step_weights import StepWeights, WeightsLike
+from .token_decoder import TokenDecoder
+
+
+class EnsembleLogitsProcessor(LogitsProcessor):
+    """The token-level ensemble as a plain logits processor beside any model's own `generate`.
+
+    The model that generates is the primary; the others run inside the processor. Entries that the primary's vocabulary
+    lacks count for the first id that writes them. The leading run of pad ids in a row is padding. A column that arrives
+    at `-inf` leaves at `-inf`. Put it first in the list: a repetition penalty that `generate` itself adds acts on the
+    primary before it.
+
+    Args:
+        models: The members' models; the first is the one that generates.
+        tokenizers: Their fast tokenizers.
+        method: Name or configuration of a token-level method.
+        weights: Mixing weights, as for the ensemble's `generate`. Default: the same for all.
+        pad_token_id: Id of padding in prompts. Default: that of the primary's generation config or tokenizer.
+
+    Example:
+        ```python
+        processor = EnsembleLogitsProcessor([model_a, model_b], [tokenizer_a, tokenizer_b], method="unite")
+        model_a.generate(**inputs, logits_processor=[processor], max_new_tokens=32)
+        ```
+    """
+
+    def __init__(
+        self,
+        models: Sequence[PreTrainedModel],
+        tokenizers: Sequence[PreTrainedTokenizerBase],
+        method: str | MethodConfig = "unite",
+        weights: WeightsLike | None = None,
+        pad_token_id: int | None = None,
+    ):
+        if len(models) != len(tokenizers):
+            raise wrong_count("tokenizers", len(tokenizers), len(models), "model")
+        self._members = [Member(model, tokenizer) for model, tokenizer in zip(models, tokenizers, strict=True)]
+        self._kept = Kept(self._members, UnionVocabulary([member.encoder for member in self._members]))
+        self._config = method_config(method)
+        if self._config.decides != "tokens":
+            raise ConfigurationError(
+                f"method {self._config.name!r} decides over spans of several tokens, which no logits processor can do. Use "
+                "`EnsembleForCausalLM`."
+            )
+        if self._config.draws_one or self._config.greedy_only:
+            raise ConfigurationError(
+                f"these options of method {self._config.name!r} need to know how the token is chosen, which no logits "
+                "processor does. Use `EnsembleForCausalLM`."
+            )
+        self._config.check_members(len(models))
+        self._weights = weights
+        self._step_weights()
+        sources = (getattr(models[0], "generation_config", None), tokenizers[0])
+        found = (getattr(source, "pad_token_id", None) for source in sources)
+        self._pad = pad_token_id if pad_token_id is not None else next((i for i in found if i is not None), None)
+        self._decoder: TokenDecoder | None = None
+
+    @torch.no_grad()
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Turn the primary's logits (or log-probabilities) into fused ones, of the same shape."""
+        if self._decoder is None or not self._decoder.follow_beams(input_ids):
+            self._decoder = self._start(input_ids, scores)
+        is_banned = scores == -torch.inf
+        self._decoder.is_constrained = self._decoder.method.proposes_few and bool(is_banned.any())
+        # Whether these are logits or log-probabilities (as in beam search) shows in their own normalizer only.
+        fused = self._decoder.fuse(scores, normalize=False) + scores.float().logsumexp(-1, keepdim=True)
+        self._decoder.check_finite()
+        return self._decoder.settle(input_ids, fused.masked_fill(is_banned, -torch.inf))  # type: ignore[return-value]
+
+    def reset(self) -> None:
+        """Forget the rows, so that the next call starts a new generation even if it continues the last one's ids."""
+        self._decoder = None
+
+    def _start(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> TokenDecoder:
+        mask = None
+        if self._pad is not None:
+            mask = (input_ids != self._pad).long().cummax(-1).values
+        eos_ids = self._members[0].eos_token_ids
+        method = self._kept.method(self._config, eos_ids, scores.device)
+        weights = self._step_weights()
+        # Of one prompt there may be several rows, one after the other.
+        num_rows = len(input_ids)
+        copies = num_rows // weights.num_rows if num_rows % weights.num_rows == 0 else 1
+        weights.expand(num_rows // copies, copies)
+        # A row that has ended is filled up with padding, which is nothing that the primary has written.
+        silent_ids = [*eos_ids, *([] if self._pad is None else [self._pad])]
+        return TokenDecoder(self._members, method, self._config, weights, input_ids, mask, silent_ids, is_wide=False)
+
+    def _step_weights(self) -> StepWeights:
+        return StepWeights(self._weights, len(self._members), self._config.takes_weights_as_given)

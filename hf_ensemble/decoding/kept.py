@@ -1,0 +1,68 @@
+"""What an ensemble keeps from call to call: methods that are ready, and how its drafts have fared."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from ..config import MethodConfig
+from ..members.member import Member
+from ..methods import build_method
+from ..methods.base import TokenMethod, eos_ids_of
+from ..vocabulary.union import UnionVocabulary
+from .speculation.draft_length import DraftLength
+
+_MAX_METHODS = 8
+"""Methods kept ready, each with its index maps on the device; a call with other options or EOS ids makes another."""
+
+_MAX_DRAFT_LENGTHS = 64
+"""Kinds of calls of which it is kept how fast their drafts are checked and how many are accepted."""
+
+
+class Kept:
+    """Methods and draft lengths of one set of members. Of a copy all is made anew: it belongs to a device.
+
+    Args:
+        members: The members; the first is the primary.
+        union: Their union vocabulary.
+    """
+
+    def __init__(self, members: Sequence[Member], union: UnionVocabulary):
+        self.members = members
+        self.union = union
+        self._methods: dict[Hashable, TokenMethod] = {}
+        self._draft_lengths: dict[Hashable, DraftLength] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_methods": {}, "_draft_lengths": {}}
+
+    def method(self, config: MethodConfig, eos_ids: Sequence[int], device: torch.device | None = None) -> TokenMethod:
+        """Give a token-level method, made for these members; others give back memory of what can be made again.
+
+        Args:
+            config: The method's options.
+            eos_ids: The primary's ids that end a text.
+            device: Where the mixing happens. Default: where the primary is.
+        """
+        device = device or self.members[0].device
+        key = (config, tuple(eos_ids), device)
+        for other_key, other in list(self._methods.items()):
+            if other_key != key:
+                other.forget()
+        method = self._methods.get(key)
+        if method is None or method.is_stale:
+            if len(self._methods) >= _MAX_METHODS:
+                self._methods.clear()
+            method = build_method(config, self.members, self.union, eos_ids_of(self.members, eos_ids), device)
+            self._methods[key] = method
+        return method
+
+    def take_draft_length(self, kind: Hashable, make: Callable[[], DraftLength]) -> DraftLength:
+        """Give what earlier calls of a kind have measured to one call, which hands it back by `keep_draft_length`."""
+        return self._draft_lengths.pop(kind, None) or make()
+
+    def keep_draft_length(self, kind: Hashable, draft_length: DraftLength) -> None:
+        """Keep what a call has measured for the next one of its kind."""
+        if len(self._draft_lengths) >= _MAX_DRAFT_LENGTHS:
+            self._draft_lengths.clear()
+        self._draft_lengths[kind] = draft_length

@@ -1,0 +1,248 @@
+"""The rows of a call that still write, and the state of every member that runs in them."""
+
+import warnings
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import messages
+from ..errors import MemberError
+from ..members.member import Member, MemberState
+from ..vocabulary.context import MemberContext, Resync
+from .prompts import OwnPrompts, expand_prompts, read_prompts
+from .text_warnings import warn_of_control, warn_of_losses
+
+
+class LiveRows:
+    """Lets members follow the rows, and gives their logits to the fused step.
+
+    A member that no row needs at a step is not run: its state stays, and catches up in one forward pass when it is
+    needed. Where only some rows need it, the others wait too, but are carried along in its batch.
+
+    Args:
+        members: The members; the first is the primary.
+        participants: Numbers of those that may be needed.
+        resync: How assistants follow the text.
+        prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
+        prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
+        own_prompts: What members read in place of the text of the prompt ids.
+        runs_primary: Whether the primary runs here, where it is needed, instead of in the decoding loop at every step.
+        max_new_tokens: Most ids that a row can take, where that is known.
+        silent_ids: The primary's control tokens of which no warning is given when they are written.
+
+    Attributes:
+        live: Numbers of the rows that still write.
+        states: The state of each member that runs here, by member index; a row for each live row.
+        num_steps: Number of steps so far.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        participants: Collection[int],
+        resync: Resync,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor | None,
+        own_prompts: OwnPrompts | None = None,
+        runs_primary: bool = False,
+        max_new_tokens: int = 0,
+        silent_ids: Collection[int] = (),
+    ):
+        self.members = members
+        self.runs_primary = runs_primary
+        self.live = list(range(len(prompt_ids)))
+        self.num_steps = 0
+        self._num_rows = len(prompt_ids)
+        self._place_of = {row: row for row in self.live}
+        prompts = read_prompts(members, participants, resync, prompt_ids, prompt_mask, own_prompts)
+        self._prompt_of_row: list[int] | None = prompts.prompt_of_row
+        self._lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
+        contexts = dict(prompts.contexts)
+        if runs_primary:
+            contexts[0] = [MemberContext.of_ids(members[0].encoder, ids) for ids in prompts.ids]
+        # An assistant may cut the text finer.
+        expected = {index: max_new_tokens if index == 0 else max_new_tokens * 5 // 4 for index in contexts}
+        self.states = {
+            index: MemberState(members[index], rows, None, expected[index]) for index, rows in contexts.items()
+        }
+        self._given: Tensor | None = None
+        self._device = prompt_ids.device
+        self._said: dict[int, Tensor | None] = {}
+        self._silent_ids = silent_ids
+        self._warned_control: set[int] = set()
+        self._warned_lossy: set[int] = set()
+        self._warn_of_losses()
+
+    # What the fused step reads
+
+    def begin(self, scores: Tensor) -> None:
+        """Begin a step of which the decoding loop gives the primary's logits, or zeros in place of what runs here.
+
+        Args:
+            scores: In float32, of shape `(batch_size, primary_vocab_size)`.
+        """
+        self._device = scores.device
+        self._said = {} if self.runs_primary else {0: scores}
+
+    def where(self, position: int) -> str:
+        """Say where a row is at this step."""
+        return f"in row {position} at step {self.num_steps + 1}"
+
+    def sitting_out(self) -> dict[int, list[int]]:
+        """The live rows that each member cannot follow just now."""
+        places = self._place_of if self._prompt_of_row is None else self._prompt_of_row
+        found = {
+            index: [row for row in self.live if state.contexts[places[row]].sits_out]
+            for index, state in self.states.items()
+        }
+        return {index: rows for index, rows in found.items() if rows}
+
+    def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
+        """Run the gate member in these rows, before it is known whether others are needed."""
+        self._expand(set(self.states) - {gate})
+        if gate not in self._said:
+            self._said[gate] = self._logits(gate, positions)
+        return self._said[gate]
+
+    def read(self, needed: Tensor) -> list[Tensor | None]:
+        """Run the members that are needed; of all rows, those that have ended included."""
+        is_needed = needed.T.tolist()
+        self._expand({index for index in self.states if not any(is_needed[index])})
+        rows_of = {
+            index: [row for row in self.live if is_needed[index][row]]
+            for index in self.states
+            if self._said.get(index) is None
+        }
+        for index, rows in rows_of.items():
+            if rows:
+                # All are started before one is waited for.
+                self.states[index].start(rows=[self._place_of[row] for row in rows])
+        for index, rows in rows_of.items():
+            self._said[index] = self._logits(index, rows)
+        return [self._said.get(index) for index in range(len(self.members))]
+
+    def _logits(self, index: int, rows: Sequence[int]) -> Tensor | None:
+        """A member's logits in these rows, of shape `(batch_size, vocab_size)`; None for no row."""
+        if not rows:
+            return None
+        # In the member's own dtype, of which half as much may travel.
+        logits = self.states[index].logits(rows=[self._place_of[row] for row in rows]).to(self._device).float()
+        if len(logits) == self._num_rows:
+            return logits
+        at = torch.tensor(self.live, device=logits.device)
+        return logits.new_zeros(self._num_rows, logits.shape[-1]).index_copy_(0, at, logits)
+
+    def _expand(self, waiting: Collection[int]) -> None:
+        """Give each row a state of its own, once the prompts that rows share have been read."""
+        if self._prompt_of_row is not None:
+            expand_prompts(self.states, self._prompt_of_row, waiting)
+            self._prompt_of_row = None
+
+    # Running ahead of the decoding loop
+
+    @property
+    def is_expanded(self) -> bool:
+        """Whether the prompts have been read."""
+        return self._prompt_of_row is None
+
+    def run_primary_ahead(self, last_ids: Tensor) -> None:
+        """Start the primary's next step, whose input is known on the device, before the host and the others follow.
+
+        Args:
+            last_ids: The last id of every row, of shape `(batch_size,)`.
+        """
+        all_live = len(self.live) == len(last_ids)
+        self.states[0].run_ahead(last_ids if all_live else last_ids[torch.tensor(self.live, device=last_ids.device)])
+
+    def start_assistants(self, is_needed: Sequence[Sequence[bool]]) -> None:
+        """Start the next step of members that run beside the host, before the decoding loop comes to it.
+
+        Args:
+            is_needed: For each row, which members it needs.
+        """
+        for index, state in self.states.items():
+            places = [place for place, row in enumerate(self.live) if is_needed[row][index]]
+            if index and places and self.members[index].is_captured:
+                state.start(rows=places)
+
+    # Following the text
+
+    def append(self, row: int, primary_id: int) -> None:
+        """Take in one of the primary's ids, of an entry whose bytes follow by `write_bytes` when it is complete."""
+        self._lengths[row] += 1
+        if self.runs_primary:
+            self.states[0].contexts[self._place_of[row]].ids.append(primary_id)
+
+    def write(self, row: int, primary_id: int) -> None:
+        """Take in one of the primary's ids, and let the assistants follow what it writes."""
+        self.append(row, primary_id)
+        if self.members[0].is_control(primary_id):
+            warn_of_control(self.members[0], primary_id, self._silent_ids, self._warned_control)
+        self.write_bytes(row, self.members[0].encoder.token_bytes.write([primary_id]))
+
+    def write_bytes(self, row: int, data: bytes) -> None:
+        """Let the assistants' contexts of a row follow what has been written."""
+        place = self._place_of[row]
+        for index, state in self.states.items():
+            if index > 0:
+                state.contexts[place].write(data)
+        self._warn_of_losses()
+
+    def move(self, parents: Sequence[int]) -> None:
+        """Let every row continue from what was row `parents[row]`."""
+        if list(parents) != list(range(len(parents))):
+            for state in self.states.values():
+                state.select(parents, [state.contexts[parent].copy() for parent in parents])
+            self._lengths = [self._lengths[parent] for parent in parents]
+
+    def drop(self, rows: Collection[int]) -> None:
+        """Let rows end."""
+        if not rows:
+            return
+        kept = [place for place, row in enumerate(self.live) if row not in rows]
+        self.live = [self.live[place] for place in kept]
+        self._place_of = {row: place for place, row in enumerate(self.live)}
+        for state in self.states.values():
+            state.select(kept, [state.contexts[place] for place in kept])
+
+    def without_room(self, ends: Sequence[int]) -> set[int]:
+        """Rows that have to end because a member has no position left for what was just written; a warning says so.
+
+        Args:
+            ends: For each row, whether it ends anyway.
+        """
+        full: set[int] = set()
+        for index, member, limit in self._limited():
+            for place, row in enumerate(self.live):
+                if not ends[row] and self._length(index, row, place) > limit:
+                    full.add(row)
+                    warnings.warn(messages.no_position_left(member.name, limit, row, self.num_steps), stacklevel=2)
+        return full
+
+    def check_room(self) -> None:
+        """Raise if a member has no position left in some row, where rows cannot end one by one.
+
+        Raises:
+            MemberError: If so.
+        """
+        for index, member, limit in self._limited():
+            if any(self._length(index, row, place) > limit for place, row in enumerate(self.live)):
+                raise MemberError(
+                    f"member {member.name!r} has positions for {limit} ids, which are used up after {self.num_steps} new "
+                    "ids. Ask for fewer."
+                )
+
+    def _limited(self) -> list[tuple[int, Member, int]]:
+        """Running members that have learned positions, and how many."""
+        return [
+            (index, member, member.max_positions)
+            for index, member in enumerate(self.members)
+            if member.max_positions is not None and (index == 0 or index in self.states)
+        ]
+
+    def _length(self, index: int, row: int, place: int) -> int:
+        return self._lengths[row] if index == 0 else len(self.states[index].contexts[place].ids)
+
+    def _warn_of_losses(self) -> None:
+        warn_of_losses(self.members, {i: state.contexts for i, state in self.states.items()}, self._warned_lossy)

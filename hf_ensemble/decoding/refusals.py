@@ -1,0 +1,129 @@
+"""What cannot be combined: every refusal of an option of `generate` is worded here, whoever refuses it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from transformers import GenerationConfig
+
+from ..config import MethodConfig
+from ..errors import ConfigurationError
+
+_NOT_FOR_ENSEMBLES = {
+    "guidance_scale": "it would run the primary alone a second time",
+    "token_healing": "it rewrites the prompt in the primary's tokens only",
+    "watermarking_config": "its green lists are made for one vocabulary",
+    "prompt_lookup_num_tokens": 'its drafts are checked by the primary only. Pass `speculation="ngram"` instead',
+    "assistant_early_exit": "its drafts are checked by the primary only",
+    "penalty_alpha": "it needs the primary's hidden states for every candidate",
+    "dola_layers": "it contrasts layers of the primary only",
+    "use_mtp": "multi-token prediction drafts are not checked by the other members",
+}
+
+
+class Obstacle(NamedTuple):
+    """Something that stands against a way of writing.
+
+    Attributes:
+        is_there: Whether the call asks for it.
+        what: What it is: "`num_beams=2`".
+        why: Why it cannot be used.
+        remedy: What to do instead.
+    """
+
+    is_there: Any
+    what: str
+    why: str
+    remedy: str = "Leave it out"
+
+
+def first_obstacle(obstacles: Iterable[Obstacle]) -> Obstacle | None:
+    """The first of these that is there; None if none is."""
+    return next((obstacle for obstacle in obstacles if obstacle.is_there), None)
+
+
+def refuse(obstacles: Iterable[Obstacle], with_what: str) -> None:
+    """Refuse the first of these that is there.
+
+    Args:
+        obstacles: What may stand in the way.
+        with_what: What it cannot be used with: "method 'sweetspan'".
+
+    Raises:
+        ConfigurationError: If one is there.
+    """
+    found = first_obstacle(obstacles)
+    if found is not None:
+        raise ConfigurationError(f"{found.what} cannot be used with {with_what}: {found.why}.")
+
+
+def refuse_for_ensembles(settings: GenerationConfig, kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse what no ensemble can do.
+
+    Args:
+        settings: The generation config of the call.
+        kwargs: The other keyword arguments of the call.
+        arguments: Arguments of `generate` that have to be None, by name.
+
+    Raises:
+        ConfigurationError: If something of it is asked for.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigurationError(f"`{name}` cannot be used with an ensemble.")
+    options = {name: getattr(settings, name, kwargs.get(name)) for name in _NOT_FOR_ENSEMBLES}
+    if options["guidance_scale"] == 1:
+        options["guidance_scale"] = None
+    cache = settings.cache_implementation
+    refuse(
+        [
+            *(
+                Obstacle(options[name] not in (None, False), f"`{name}`", why)
+                for name, why in _NOT_FOR_ENSEMBLES.items()
+            ),
+            Obstacle(
+                "paged" in str(cache),
+                f"`cache_implementation={cache!r}`",
+                "the paged loop decodes with the primary alone",
+            ),
+        ],
+        "an ensemble",
+    )
+
+
+def refuse_all_but_greedy(settings: GenerationConfig, config: MethodConfig) -> None:
+    """Refuse sampling and beams for a method whose options allow neither.
+
+    Args:
+        settings: The generation config of the call.
+        config: The method's options.
+
+    Raises:
+        ConfigurationError: If one is asked for.
+    """
+    asked = {"do_sample": bool(settings.do_sample), "num_beams": settings.num_beams not in (None, 1)}
+    for name, is_asked in asked.items():
+        if is_asked and config.greedy_only:
+            raise ConfigurationError(
+                f"`{name}={getattr(settings, name)}` cannot be used with these options of method {config.name!r}: "
+                f"{config.greedy_only}. Pass `do_sample=False` and `num_beams=1`."
+            )
+
+
+def refuse_without_output(settings: GenerationConfig) -> None:
+    """Refuse to record decisions for a call that has nowhere to put them.
+
+    Args:
+        settings: The generation config of the call.
+
+    Raises:
+        ConfigurationError: If it returns no output object, or searches with beams.
+    """
+    if not settings.return_dict_in_generate:
+        raise ConfigurationError(
+            "`output_decisions` gives `decisions` of the output object: pass `return_dict_in_generate=True` too."
+        )
+    if settings.num_beams not in (None, 1):
+        raise ConfigurationError(
+            f"`output_decisions` cannot be used with `num_beams={settings.num_beams}`: beams are chosen by the "
+            "probabilities of whole texts, so nobody decides a token. Pass `num_beams=1`."
+        )

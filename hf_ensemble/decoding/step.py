@@ -1,0 +1,262 @@
+"""The fused step: what the members say at some positions becomes one distribution at each.
+
+The token loop calls it with its rows, drafts with the positions of a round, likelihoods with the steps of given texts.
+Gates, weights, members that sit out, masks and normalizers are dealt with here and nowhere else.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..members.member import Member
+from ..methods.base import Mixed, TokenMethod
+from ..methods.captured import CapturedMix
+from ..methods.gac import Gac
+from ..mixing import fold
+
+
+class Reader(Protocol):
+    """Gives what members say at the positions of a step."""
+
+    def sitting_out(self) -> Mapping[int, Sequence[int]]:
+        """For each member that cannot speak at some positions, these."""
+
+    def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
+        """Run the gate member first. Returns its logits as `read` does; None where it has none."""
+
+    def read(self, needed: Tensor) -> list[Tensor | None]:
+        """Run the members that are needed.
+
+        Args:
+            needed: At which positions which member is needed, of shape `(num_positions, num_members)`, on the CPU.
+
+        Returns:
+            Each member's logits in float32 on the mixing device, of shape `(num_positions, vocab_size)`; None if it is
+            needed nowhere. Where it is not needed they have no meaning.
+        """
+
+    def where(self, position: int) -> str:
+        """Where a position is, for errors: "in row 0 at step 1"."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One fused step.
+
+    Attributes:
+        logprobs: Fused log-probabilities, of shape `(num_positions, union_size)` if the decision is made over the union
+            vocabulary, else `(num_positions, primary_vocab_size)`.
+        normalizers: Logsumexp of every member's logits, of shape `(num_positions, num_members)`; 0 where a member takes
+            no part. NaN or infinite where a member's logits are.
+        weights: The weights of this step, of the same shape, on the mixing device.
+        plan: The same on the CPU.
+        needed: At which positions which member takes part, of the same shape, on the CPU.
+        closed: Positions at which a gate decided alone; None without a gate.
+        logits: Each member's logits, as they were mixed.
+        whole: Log-probabilities of the weighted mean of the members' whole distributions, over the primary's ids; None
+            where nothing constrains the choice or the method proposes all.
+    """
+
+    logprobs: Tensor
+    normalizers: Tensor
+    weights: Tensor
+    plan: Tensor
+    needed: Tensor
+    closed: set[int] | None
+    logits: list[Tensor | None]
+    whole: Tensor | None = None
+
+    @property
+    def level(self) -> Tensor:
+        """The weighted logsumexp of the members' logits, of shape `(num_positions, 1)`, on which penalties depend."""
+        return (self.weights * self.normalizers).sum(-1, keepdim=True)
+
+    @property
+    def is_not_finite(self) -> Tensor:
+        """Whether a member's logits were NaN or infinite, of shape `(num_positions, num_members)`."""
+        return ~self.normalizers.isfinite()
+
+
+class FusedStep:
+    """Mixes members at any number of positions.
+
+    Args:
+        members: The members; the first is the primary.
+        method: The method, made for these members.
+        is_wide: Whether columns of the union vocabulary are wanted, where the method has them; else all are folded onto
+            the primary's ids.
+        gate: The gate member's number and its threshold; None for no gate.
+        draws_one: Whether one member, drawn with the weights, decides at each position.
+        captures: Whether mixing runs through CUDA graphs, of which there is one for each number of positions.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        method: TokenMethod,
+        *,
+        is_wide: bool,
+        gate: tuple[int, float] | None = None,
+        draws_one: bool = False,
+        captures: bool = True,
+    ):
+        self.members = members
+        self.method = method
+        self.is_wide = is_wide and method.is_wide
+        self._width = members[0].vocab_size
+        self._gate = gate
+        self._draws_one = draws_one
+        self._captures = captures
+        self._mix = self._mixing(method)
+        self._sent: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def follows_weights(self) -> bool:
+        """Whether who is needed follows from the weights alone, so that it is known before the step."""
+        return self._gate is None and not self._draws_one
+
+    @cached_property
+    def _mix_whole(self) -> Callable[[Sequence[Tensor | None], Tensor], Mixed]:
+        return self._mixing(Gac.beside(self.method))
+
+    def _mixing(self, method: TokenMethod) -> Callable[[Sequence[Tensor | None], Tensor], Mixed]:
+        return CapturedMix(method) if self._captures else method.mix
+
+    def run(
+        self,
+        reader: Reader,
+        weights: Tensor,
+        deciding: Sequence[int] | None = None,
+        is_constrained: bool = False,
+    ) -> Fused:
+        """Fuse one step.
+
+        Args:
+            reader: Gives the members' logits.
+            weights: Mixing weights of each position, of shape `(num_positions, num_members)`, on the CPU.
+            deciding: Positions at which something is chosen. Default: all.
+            is_constrained: Whether something may leave none of what is proposed: then the mean of the members' whole
+                distributions is computed too, for a method that proposes few.
+
+        Raises:
+            MemberError: If the gate member gave NaN or infinite logits. Others show in `is_not_finite`.
+        """
+        plan, closed = self._plan(reader, weights, deciding)
+        needed = plan != 0
+        needed[:, 0] |= self.method.starts_from_primary
+        logits = reader.read(needed)
+        there = self._there(plan)
+        everywhere, anywhere = needed.all(0).tolist(), needed.any(0).tolist()
+        for index, one in enumerate(logits):
+            if one is None or not anywhere[index]:
+                logits[index] = None
+            elif not everywhere[index]:
+                # What a member says where it takes no part must not count, not even as NaN.
+                logits[index] = one.masked_fill(there[:, index, None] == 0, 0.0)
+        if logits[0] is None:
+            # So EOS is written as the primary's first EOS id.
+            logits[0] = torch.zeros(len(plan), self._width, device=self.method.device)
+        mixed = self._mix(logits, there)
+        normalizers = mixed.normalizers
+        if not all(everywhere):
+            takes_part = there != 0
+            takes_part[:, 0] |= self.method.starts_from_primary
+            normalizers = torch.where(takes_part, normalizers, 0.0)
+        return Fused(
+            logprobs=mixed.logprobs if self.is_wide else self.folded(mixed.logprobs),
+            normalizers=normalizers,
+            weights=there,
+            plan=plan,
+            needed=needed,
+            closed=closed,
+            logits=logits,
+            whole=self._whole(logits, there) if is_constrained and self.method.proposes_few else None,
+        )
+
+    def folded(self, rows: Tensor) -> Tensor:
+        """Fold rows over the union vocabulary onto the primary's ids; others as they are."""
+        if rows.shape[-1] == self._width:
+            return rows
+        return fold(rows, self.method.first_ids_beyond_primary, self._width)
+
+    def _plan(self, reader: Reader, weights: Tensor, deciding: Sequence[int] | None) -> tuple[Tensor, set[int] | None]:
+        """The weights of every position once it is known who decides there, and the positions that a gate closed."""
+        plan = weights
+        sitting_out = reader.sitting_out()
+        for index, positions in sitting_out.items():
+            plan = without_member(plan, index, positions)
+        if self.follows_weights and deciding is None:
+            return plan, None
+        deciding = list(range(len(plan)) if deciding is None else deciding)
+        alone = torch.eye(len(self.members))
+        if len(deciding) < len(plan) and not (self.follows_weights and deciding):
+            # Where nothing is chosen nobody is needed; the primary stands there, so that there is something to mix.
+            idle = torch.ones(len(plan), dtype=torch.bool)
+            idle[deciding] = False
+            plan = torch.where(idle[:, None], alone[0], plan)
+        if self._draws_one and deciding:
+            plan = plan.clone()
+            plan[deciding] = alone[torch.multinomial(plan[deciding], 1)[:, 0]]
+        if self._gate is None:
+            return plan, None
+        gate, _ = self._gate
+        asked = set(deciding).difference(sitting_out.get(gate, ()))
+        closed = self._closed(reader, sorted(asked))
+        if closed:
+            plan = plan.clone()
+            plan[list(closed)] = alone[gate]
+        return plan, closed
+
+    def _closed(self, reader: Reader, positions: Sequence[int]) -> set[int]:
+        """The positions at which the gate member is so sure that it decides alone."""
+        assert self._gate is not None
+        gate, threshold = self._gate
+        logits = reader.read_gate(gate, positions) if positions else None
+        if logits is None:
+            return set()
+        confidence = self.method.confidence(logits, gate).tolist()
+        for position in positions:
+            if confidence[position] != confidence[position]:
+                raise self.members[gate].not_finite(reader.where(position))
+        return {position for position in positions if confidence[position] > threshold}
+
+    def _whole(self, logits: Sequence[Tensor | None], weights: Tensor) -> Tensor:
+        # Weights that are taken as given may be negative, and need not sum to 1.
+        shares = weights.clamp_min(0)
+        shares = torch.where((shares > 0).any(-1, keepdim=True), shares, (weights != 0).float())
+        return self.folded(self._mix_whole(logits, shares / shares.sum(-1, keepdim=True)).logprobs)
+
+    def _there(self, plan: Tensor) -> Tensor:
+        """The weights on the mixing device; those that stay are sent once."""
+        if self._sent is None or self._sent[0] is not plan:
+            self._sent = plan, sent(plan, self.method.device)
+        return self._sent[1]
+
+
+def without_member(plan: Tensor, member: int, positions: Sequence[int]) -> Tensor:
+    """Take a member out of some positions, and scale the other weights there to the sum that they had with it.
+
+    Args:
+        plan: Weights, of shape `(num_positions, num_members)`.
+        member: Number of the member.
+        positions: Where it sits out.
+    """
+    kept = plan.clone()
+    kept[list(positions), member] = 0.0
+    before, after = plan.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)
+    # Where some are negative they are no shares of anything, and stay as given.
+    is_share = (plan >= 0).all(-1, keepdim=True) & (after > 0)
+    kept = torch.where(is_share, kept * before / after, kept)
+    # Where nobody else has a weight, the primary goes on until the member can.
+    kept[(kept == 0).all(-1), 0] = 1.0
+    return kept
+
+
+def sent(numbers: Any, device: torch.device) -> Tensor:
+    """Numbers of the host, on a device, without waiting for what the device does."""
+    there = torch.as_tensor(numbers)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)

@@ -1,0 +1,43 @@
+"""Ways of writing, one a file."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ..decoding.call import Call
+from .base import Mode
+from .drafts import DraftMode
+from .primary import PrimaryMode
+from .spans import SpanMode
+from .tokens import TokenMode
+
+MODES: dict[str, type[Mode]] = {"tokens": TokenMode, "spans": SpanMode}
+"""The mode of every way in which a method decides, by what its configuration calls it."""
+
+
+def mode_of(call: Call) -> Mode:
+    """The mode of a call without drafts."""
+    mode = MODES[call.config.decides](call)
+    return PrimaryMode(call) if call.is_by_primary else mode
+
+
+def mode_for_generate(
+    call: Call, settings: GenerationConfig, arguments: Mapping[str, Any], speculation: str | None
+) -> Mode:
+    """The mode of a call of `generate`, which has refused what it cannot do.
+
+    Args:
+        call: What the call works with.
+        settings: Its generation config.
+        arguments: Arguments of `generate` that are no generation options, by name.
+        speculation: Who drafts; None for nobody.
+
+    Raises:
+        ConfigurationError: If an option cannot be used.
+    """
+    mode = mode_of(call)
+    if speculation is not None:
+        mode = DraftMode.or_plain(mode, speculation, settings, arguments)
+    mode.refuse(settings, arguments)
+    return mode

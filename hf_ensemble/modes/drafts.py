@@ -1,0 +1,154 @@
+"""Deciding with drafts: several tokens are drafted, and all members check them in one forward pass each."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..decoding.call import end_ids, filler_id
+from ..decoding.decided_ids import write_decided
+from ..decoding.row_processors import RowProcessors, needs_whole_batch
+from ..decoding.speculation.decoder import SpeculativeDecoder
+from ..decoding.speculation.draft_length import DraftLength
+from ..decoding.speculation.options import Speculation, obstacle_in_call, obstacle_in_method, whole_batch_obstacle
+from ..decoding.step_weights import StepWeights
+from ..methods.base import TokenMethod, eos_ids_of
+from ..methods.primary_alone import PrimaryAlone
+from ..scoring.pairs import Pair
+from .base import Loop, Mode
+
+
+class DraftMode(Mode):
+    """Drafts are checked by a token-level method, or by the primary alone.
+
+    Args:
+        plain: The mode of the call without drafts, which it goes on with where drafts cannot be used.
+        speculation: Who drafts.
+    """
+
+    _decoder: SpeculativeDecoder
+
+    def __init__(self, plain: Mode, speculation: Speculation):
+        super().__init__(plain.call)
+        self._plain = plain
+        self._speculation = speculation
+
+    @classmethod
+    def or_plain(cls, plain: Mode, name: str, settings: GenerationConfig, arguments: Mapping[str, Any]) -> Mode:
+        """Make this mode, unless something stands against it and `name` leaves it open to decode plainly.
+
+        Args:
+            plain: The mode of the call without drafts.
+            name: What `speculation` asks for.
+            settings: The generation config of the call.
+            arguments: As for `refuse`.
+
+        Raises:
+            ConfigurationError: If there is no such drafter, or drafts cannot be used.
+        """
+        call = plain.call
+        speculation = Speculation(name, call.members)
+        if call.is_by_primary and speculation.is_auto:
+            return plain
+        records = call.num_decision_entries is not None
+        found = obstacle_in_call(settings, call.has_cache, arguments["synced_gpus"], records)
+        if found is None and not call.is_by_primary:
+            found = obstacle_in_method(call.config, call.weights)
+        if found is not None:
+            speculation.refuse(found)
+            return plain
+        return cls(plain, speculation)
+
+    def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+        """Refuse what the plain mode refuses."""
+        self._plain.refuse(settings, arguments)
+
+    def for_processors(self, stock: Sequence[Any], num_rows: int) -> Mode:
+        """Decode plainly where a processor has to see all rows at once."""
+        name = needs_whole_batch(stock) if num_rows > 1 else None
+        if name is None:
+            return self
+        self._speculation.refuse(whole_batch_obstacle(name))
+        return self._plain
+
+    def processors(
+        self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
+    ) -> Sequence[Any]:
+        """Leave them as they are: they are called for each drafted position."""
+        return stock
+
+    def sample(self, loop: Loop) -> Any:
+        """Decide round by round, and write what is decided id by id."""
+        call, settings = self.call, loop.settings
+        members, eos_ids = call.members, end_ids(settings)
+        method: TokenMethod
+        if call.is_by_primary:
+            method = PrimaryAlone(call.kept.union, eos_ids_of(members, eos_ids), members[0].device)
+        else:
+            method = call.method(settings)
+        num_parameters = [member.model.num_parameters() for member in members]
+        participants = tuple(sorted(call.weights.participants))
+        drafters = self._speculation.drafters(participants, num_parameters)
+        kind = (
+            call.config,
+            call.is_by_primary,
+            self._speculation.name,
+            participants,
+            len(loop.input_ids),
+            method.device,
+        )
+
+        def new_draft_length() -> DraftLength:
+            running = sum(num_parameters[index] for index in participants)
+            return DraftLength(
+                shares={members[index].name: num_parameters[index] / running for index in drafters},
+                # The first three also capture graphs, of steps and of mixing.
+                num_trials=4 if any(members[index].is_captured for index in participants) else 1,
+            )
+
+        draft_length = call.kept.take_draft_length(kind, new_draft_length)
+        filler = filler_id(settings)
+        self._decoder = SpeculativeDecoder(
+            members,
+            method,
+            call.config.name,
+            call.weights.at(0, loop.input_ids),
+            loop.input_ids,
+            loop.mask,
+            RowProcessors(loop.processors, loop.input_ids, loop.mask),
+            do_sample=bool(settings.do_sample),
+            max_new_tokens=loop.max_new_tokens,
+            end_ids=eos_ids,
+            drafters=drafters,
+            uses_ngrams=self._speculation.uses_ngrams,
+            draft_length=draft_length,
+            keep_rows=bool(settings.return_dict_in_generate and (settings.output_logits or settings.output_scores)),
+            filler=filler or 0,
+            own_prompts=call.own_prompts,
+        )
+        try:
+            ids = write_decided(self._decoder, loop.input_ids, loop.criteria, filler, loop.streamer)
+        finally:
+            self._decoder.close()
+        call.kept.keep_draft_length(kind, draft_length)
+        if not settings.return_dict_in_generate:
+            return ids
+        return GenerateDecoderOnlyOutput(
+            sequences=ids,  # type: ignore[arg-type]
+            scores=tuple(self._decoder.scores_rows) if settings.output_scores else None,  # type: ignore[arg-type]
+            logits=tuple(self._decoder.logits_rows) if settings.output_logits else None,  # type: ignore[arg-type]
+        )
+
+    def fill(self, output: Any, settings: GenerationConfig) -> None:
+        """Put in forward passes, shares, and what came of the drafts."""
+        output["num_forwards"] = self._decoder.num_forwards
+        output["share_ensembled"] = self._decoder.share_ensembled
+        output["speculation"] = self._decoder.stats
+
+    def score_batch(
+        self, pairs: Sequence[Pair], weights: StepWeights, numbers: Sequence[int], end_ids: Sequence[int]
+    ) -> list[tuple[float, bool]]:
+        """Drafts change nothing of what is likely."""
+        return self._plain.score_batch(pairs, weights, numbers, end_ids)

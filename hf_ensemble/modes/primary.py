@@ -1,0 +1,57 @@
+"""The primary alone: its own `generate` runs as it is."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+
+from ..decoding.call import end_ids
+from ..decoding.hooks import FollowingCriteriaList
+from ..decoding.step_weights import StepWeights
+from ..methods.base import MemberMaps, eos_ids_of
+from ..recording.recorder import DecisionRecorder, PrimaryRecorder
+from ..scoring.likelihoods import score_alone
+from ..scoring.pairs import Pair
+from .base import Mode
+
+
+class PrimaryMode(Mode):
+    """The primary has all the weight, and decides every token."""
+
+    _recorder: DecisionRecorder | None = None
+
+    def processors(
+        self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
+    ) -> Sequence[Any]:
+        """Leave them as they are, but for what records decisions."""
+        call = self.call
+        if call.num_decision_entries is None:
+            return stock
+        ends = eos_ids_of(call.members[:1], end_ids(settings))[0]
+        maps = MemberMaps(call.kept.union, 0, ends, prompt_ids.device)
+        self._recorder = DecisionRecorder(call.members, [maps], prompt_ids, prompt_mask, call.num_decision_entries)
+        return [PrimaryRecorder(self._recorder, len(call.members)), *stock]
+
+    def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:
+        """Let the recorder see what is written."""
+        if self._recorder is None:
+            return stock
+        return FollowingCriteriaList(stock, self._record)
+
+    def _record(self, input_ids: Tensor, done: Tensor) -> Tensor:
+        assert self._recorder is not None
+        self._recorder.choose(input_ids[:, -1], done)
+        return done
+
+    def fill(self, output: Any, settings: GenerationConfig) -> None:
+        """Put in the decisions."""
+        if self._recorder is not None:
+            output["decisions"] = self._recorder.decisions(output.sequences)
+
+    def score_batch(
+        self, pairs: Sequence[Pair], weights: StepWeights, numbers: Sequence[int], end_ids: Sequence[int]
+    ) -> list[tuple[float, bool]]:
+        """Score by the primary's own distribution."""
+        own = [(pair.prompt, pair.continuation) for pair in pairs]
+        return score_alone(self.call.members[0], own, numbers, all_columns=True)

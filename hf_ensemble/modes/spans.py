@@ -1,0 +1,117 @@
+"""Deciding span by span: members propose spans of words, score one another's, and the best is written."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+from ..decoding.call import Call, end_ids, filler_id
+from ..decoding.decided_ids import write_decided
+from ..decoding.proposals import WARPERS
+from ..decoding.refusals import Obstacle, refuse
+from ..decoding.spans.decoder import SpanDecoder, SpanDecoderOutput
+from ..decoding.step_weights import StepWeights
+from ..errors import ConfigurationError
+from ..methods.base import eos_ids_of
+from ..recording.spans import decisions_of_rounds
+from ..scoring.likelihoods import score_spans
+from ..scoring.pairs import Pair
+from .base import Loop, Mode
+
+_ANY_VOCABULARY = {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"}
+"""Processors that know ids by the text before them only, so that they act on any member's own."""
+
+_EARLY_END_PROCESSORS = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
+
+
+class SpanMode(Mode):
+    """A span-level method decides several words at a time."""
+
+    def __init__(self, call: Call):
+        super().__init__(call)
+        call.weights.refuse_varying(call.config.name)
+
+    def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+        """Refuse what needs a distribution over tokens, or another loop."""
+        no_distribution = "a span has no distribution over tokens; see `rounds` of the output"
+        outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        refuse(
+            [
+                *(Obstacle(getattr(settings, name, None), f"`{name}`", no_distribution) for name in outputs),
+                Obstacle(settings.num_beams not in (None, 1), "`num_beams`", "a round keeps one span"),
+                Obstacle(
+                    arguments["prefix_allowed_tokens_fn"] is not None,
+                    "`prefix_allowed_tokens_fn`",
+                    "it knows the primary's ids only, but every member proposes",
+                ),
+                Obstacle(arguments["synced_gpus"], "`synced_gpus`", "rounds run on one process"),
+                Obstacle(
+                    settings.cache_implementation not in (None, "dynamic"),
+                    "`cache_implementation`",
+                    "rejected spans are rolled back, which takes a dynamic cache",
+                ),
+                Obstacle(self.call.has_cache, "`past_key_values`", "the members keep caches of their own"),
+            ],
+            self._name,
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"method {self.call.config.name!r}"
+
+    def processors(
+        self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
+    ) -> Sequence[Any]:
+        """Keep those that act on every member's proposals; refuse those that know the primary's ids only."""
+        # How early a text may end is counted in the primary's ids: see `SpanDecoder`.
+        kept = [item for item in stock if type(item).__name__ not in _EARLY_END_PROCESSORS]
+        # Members read rows one by one, without the padding that the stock penalty passes over in a batch.
+        kept = [
+            RepetitionPenaltyLogitsProcessor(item.penalty)
+            if isinstance(getattr(item, "prompt_ignore_length", None), Tensor)
+            else item
+            for item in kept
+        ]
+        writing = {0, *self.call.weights.participants}
+        fingerprints = {self.call.members[index].encoder.token_bytes.fingerprint for index in writing}
+        for item in kept:
+            name = type(item).__name__
+            if name not in WARPERS | _ANY_VOCABULARY and len(fingerprints) > 1:
+                raise ConfigurationError(
+                    f"the logits processor {name} cannot be used with {self._name} unless all members have the same "
+                    "tokenizer: it knows the primary's ids only, but every member proposes in its own."
+                )
+        return kept
+
+    def sample(self, loop: Loop) -> Any:
+        """Decide round by round, and write what is decided id by id."""
+        call, settings = self.call, loop.settings
+        prompt_length = loop.input_ids.shape[1]
+        decoder = SpanDecoder(
+            call.members,
+            call.weights.participants,
+            call.config,  # type: ignore[arg-type]
+            eos_ids_of(call.members, end_ids(settings)),
+            loop.input_ids,
+            loop.mask,
+            LogitsProcessorList(loop.processors),
+            do_sample=bool(settings.do_sample),
+            max_new_tokens=loop.max_new_tokens,
+            min_new_tokens=max(settings.min_new_tokens or 0, (settings.min_length or 0) - prompt_length),
+            use_cache=settings.use_cache is not False,
+            own_prompts=call.own_prompts,
+        )
+        ids = write_decided(decoder, loop.input_ids, loop.criteria, filler_id(settings), loop.streamer)
+        if not settings.return_dict_in_generate:
+            return ids
+        output = SpanDecoderOutput(sequences=ids, rounds=decoder.rounds)  # type: ignore[arg-type]
+        if call.num_decision_entries is not None:
+            output["decisions"] = decisions_of_rounds(decoder, call.config, loop.input_ids, loop.mask, ids)
+        return output
+
+    def score_batch(
+        self, pairs: Sequence[Pair], weights: StepWeights, numbers: Sequence[int], end_ids: Sequence[int]
+    ) -> list[tuple[float, bool]]:
+        """Score by the mean over the members of each one's own log-probability."""
+        return score_spans(self.call.members, weights.participants, pairs, numbers, self.call.renderers)

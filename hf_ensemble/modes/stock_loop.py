@@ -1,0 +1,187 @@
+"""The hooks of the stock `generate`: the primary runs in its loop, and the call's mode does the rest."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..errors import ConfigurationError, MemberError
+from ..members.member import Member
+from .base import Loop, Mode
+
+WAITS = "primary_waits"
+"""Marks the forward passes of the decoding loop in which the primary does not run; its own state does, if needed."""
+
+
+@dataclass
+class Running:
+    """The mode of a call while it runs; another may take over once the processors are known."""
+
+    mode: Mode
+
+
+class CallProcessors(LogitsProcessorList):
+    """The processors of a call, which carry its mode from hook to hook."""
+
+    running: Running
+
+
+class CallCriteria(StoppingCriteriaList):
+    """The user's criteria, which carry the call's mode to the hook that adds to them."""
+
+    running: Running
+
+
+def carrying(kind: Any, items: Any, running: Running) -> Any:
+    """A list of processors or criteria that carries a call's mode."""
+    carrier = kind(items or [])
+    carrier.running = running
+    return carrier
+
+
+class StockLoopHooks:
+    """What `generate` asks of a model: of the primary, or of the call's mode.
+
+    To be mixed into a `GenerationMixin` that has `primary_member`.
+    """
+
+    primary_member: Member
+
+    @property
+    def primary(self) -> Any:
+        """The primary model."""
+        return self.primary_member.model
+
+    # Of the mode
+
+    def _get_logits_processor(self, generation_config: Any, **kwargs: Any) -> LogitsProcessorList:
+        running = getattr(kwargs.get("logits_processor"), "running", None)
+        if running is None:
+            return super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc,no-any-return]
+        prompt_ids = kwargs["encoder_input_ids"]
+        copies = max(generation_config.num_beams, generation_config.num_return_sequences)
+        running.mode.call.weights.expand(len(prompt_ids), copies)
+        stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
+        running.mode = running.mode.for_processors(stock, len(prompt_ids) * copies)
+        mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
+        rows = prompt_ids.repeat_interleave(copies, dim=0)
+        items = running.mode.processors(stock, generation_config, rows, mask)
+        return carrying(CallProcessors, items, running)  # type: ignore[no-any-return]
+
+    def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:
+        running = getattr(kwargs.get("stopping_criteria"), "running", None)
+        criteria: StoppingCriteriaList = super()._get_stopping_criteria(**kwargs)  # type: ignore[misc]
+        return criteria if running is None else running.mode.criteria(criteria, kwargs["generation_config"])
+
+    def _sample(
+        self,
+        input_ids: Any,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        model_kwargs["synced_gpus"] = synced_gpus
+        loop = Loop(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            model_kwargs,
+            super()._sample,  # type: ignore[misc]
+        )
+        running = getattr(logits_processor, "running", None)
+        return loop.run() if running is None else running.mode.sample(loop)
+
+    # Of the primary
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        logits_to_keep: Any = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the primary alone; the other members act in `generate`. Arguments and result are the primary's.
+
+        Raises:
+            ConfigurationError: If `labels` is given: an ensemble has no loss of its own.
+        """
+        if labels is not None:
+            raise ConfigurationError("an ensemble has no loss: `labels` cannot be used with it. See `score`.")
+        member = self.primary_member
+        if kwargs.pop(WAITS, False):
+            assert input_ids is not None
+            return CausalLMOutputWithPast(logits=input_ids.new_zeros(len(input_ids), 1, member.vocab_size).float())
+        if position_ids is not None and member.max_positions is not None:
+            # Rows that have ended are padded on, and their positions would run out of the table.
+            position_ids = position_ids.clamp_max(member.max_positions - 1)
+        given = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            member.cache_keyword: cache if cache is not None else past_key_values,
+            "use_cache": use_cache,
+            "logits_to_keep": logits_to_keep,
+        }
+        optional = {"position_ids", "logits_to_keep", "attention_mask"}
+        kwargs.update(
+            (key, value)
+            for key, value in given.items()
+            if value is not None and (key not in optional or member.accepts(key))
+        )
+        if member.accepts("output_router_logits"):
+            kwargs["output_router_logits"] = False
+        try:
+            return member.model(**kwargs)
+        except Exception as error:
+            raise MemberError(f"member {member.name!r} failed in its forward pass: {error}") from error
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The primary's input embeddings."""
+        embeddings: nn.Module = self.primary.get_input_embeddings()
+        return embeddings
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The primary's language-modelling head."""
+        embeddings: nn.Module = self.primary.get_output_embeddings()
+        return embeddings
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        """Prepare the primary's inputs for one step."""
+        if kwargs.get(WAITS):
+            return {"input_ids": input_ids, WAITS: True}
+        inputs: dict[str, Any] = self.primary.prepare_inputs_for_generation(input_ids, **kwargs)
+        return inputs
+
+    def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare the primary's attention masks."""
+        return self.primary.create_masks_for_generate(*args, **kwargs)
+
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return self.primary._prepare_position_ids_for_generation(*args, **kwargs)
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+        if model_kwargs.get(WAITS):
+            return model_kwargs
+        return self.primary._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        # On transformers 5.17 the name of the cache depends on the model's class.
+        return self.primary._prepare_cache_for_generation(*args, **kwargs)
+
+    @property
+    def _is_stateful(self) -> bool:
+        return bool(self.primary._is_stateful)

@@ -1,0 +1,1 @@
+from .likelihoods import Pair as Pair
