@@ -36,7 +36,6 @@ from .config import (
     EnsembleConfig,
     MemberConfig,
     MethodConfig,
-    SweetSpanConfig,
     check_positive_integer,
     method_config,
     normalize_weights,
@@ -57,7 +56,6 @@ from .hub.loading import HUB_OPTIONS, check_members, check_token, load_members, 
 from .hub.saving import EnsembleParts, is_local, local_card, plan_push, plan_save, push_ensemble, write_ensemble
 from .member_comparison import CompatibilityReport, compare_members
 from .members.member import Member
-from .methods import build_method
 from .methods.base import MemberMaps, TokenMethod, eos_ids_of
 from .recording.recorder import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
 from .recording.spans import decisions_of_rounds
@@ -114,7 +112,7 @@ class _Call:
     @property
     def is_by_spans(self) -> bool:
         """Whether members decide span by span."""
-        return isinstance(self.method, SweetSpanConfig) and not self.is_by_primary
+        return self.method.decides == "spans" and not self.is_by_primary
 
 
 class _CallProcessors(LogitsProcessorList):
@@ -763,7 +761,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         config.check_members(count)
         given = self.config.weights if weights is None else weights
         call = _Call(config, MixingWeights(given, count, config.takes_weights_as_given))
-        if isinstance(config, SweetSpanConfig):
+        if config.decides == "spans":
             call.weights.refuse_varying(config.name)
         return call
 
@@ -1142,9 +1140,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if method is None or method.is_stale:
             if len(self._methods) >= _MAX_METHODS:
                 self._methods.clear()
-            method = build_method(
-                config, self._members, self.union_vocabulary, eos_ids_of(self._members, eos_ids), device
-            )
+            method = config.build(self._members, self.union_vocabulary, eos_ids_of(self._members, eos_ids), device)
             self._methods[key] = method
         return method
 

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import MethodConfig, SweetSpanConfig, method_config
+from ..config import MethodConfig, method_config
 from ..errors import ConfigurationError
 from ..members.member import Member
 from ..messages import wrong_count
-from ..methods import build_method
 from ..methods.base import TokenMethod, eos_ids_of
 from ..vocabulary.union import UnionVocabulary
 from .step_weights import MixingWeights, WeightsLike
@@ -118,7 +117,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         self._members = [Member(model, tokenizer) for model, tokenizer in zip(models, tokenizers, strict=True)]
         self._union = UnionVocabulary([member.encoder for member in self._members])
         self._config = method_config(method)
-        if isinstance(self._config, SweetSpanConfig):
+        if self._config.decides == "spans":
             raise ConfigurationError(
                 "method 'sweetspan' decides over spans of several tokens, which no logits processor can do. Use "
                 "`EnsembleForCausalLM`."
@@ -157,7 +156,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
             mask = (input_ids != self._pad).long().cummax(-1).values
         eos_ids = eos_ids_of(self._members, self._members[0].eos_token_ids)
         if self._method is None or self._method.device != scores.device or self._method.is_stale:
-            self._method = build_method(self._config, self._members, self._union, eos_ids, scores.device)
+            self._method = self._config.build(self._members, self._union, eos_ids, scores.device)
         weights = self._mixing_weights()
         # Of one prompt there may be several rows, one after the other.
         num_rows = len(input_ids)

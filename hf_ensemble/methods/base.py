@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..members.cuda_graphs import Captured
 from ..members.member import Member
-from ..mixing import Duplicates, log_normalizer, merge_duplicates
+from ..mixing import Duplicates, log_normalizer, merge_duplicates, normalize_, put_eos
 from ..vocabulary.context import Resync
 from ..vocabulary.token_bytes import CONTROL, TEXT
 from ..vocabulary.union import UnionVocabulary
@@ -103,6 +103,9 @@ class TokenMethod(ABC):
     """Whether an entry that a member lacks counts as the first id with which it would write it."""
     starts_from_primary: bool = False
     """Whether `mix` needs the primary's logits even where the primary's weight is 0."""
+    proposes_few: bool = False
+    """Whether `mix` gives mass only to entries that members propose or that a cut-off leaves, so that constraints on the
+    ids may leave none of them (`average` has the others' mass then)."""
 
     def __init__(self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device):
         self.union = union
@@ -121,6 +124,73 @@ class TokenMethod(ABC):
             weights: Mixing weights of shape `(batch_size, num_members)`; every row sums to 1, unless the method takes
                 weights as given.
         """
+
+    def average(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
+        """Fuse `q(x) = sum_i w_i p_i(x)` over the entries x of the union vocabulary, whatever `mix` does.
+
+        Ids of one member that write the same are one entry; the EOS ids of all members are one entry. Entries that the
+        primary cannot write are dropped and the rest renormalised.
+
+        Args:
+            logits: As for `mix`.
+            weights: Mixing weights of shape `(batch_size, num_members)`; every row sums to 1.
+
+        Returns:
+            Log-probabilities over union ids, of shape `(batch_size, union_size)`, and the normalizers.
+        """
+        primary = logits[0]
+        assert primary is not None
+        batch_size, union_size = primary.shape[0], len(self.union)
+        fused = primary.new_zeros(batch_size, union_size)
+        eos_mass = primary.new_zeros(batch_size)
+        normalizers = primary.new_zeros(batch_size, len(logits))
+        for index, member_logits in enumerate(logits):
+            if member_logits is None:
+                continue
+            maps = self.maps[index]
+            member_logits = self.masked(member_logits, index)
+            normalizers[:, index] = log_normalizer(member_logits)
+            # One column more, which stays 0, is what an entry that the member lacks reads.
+            probs = primary.new_zeros(batch_size, member_logits.shape[-1] + 1)
+            torch.sub(member_logits, normalizers[:, index, None], out=probs[:, :-1])
+            probs[:, :-1].exp_()
+            weight = weights[:, index]
+            if maps.duplicates.ids.numel():
+                into = maps.duplicates.canonical_ids[maps.duplicates.position]
+                probs.index_add_(1, into, probs[:, maps.duplicates.ids])
+                probs.index_fill_(1, maps.duplicates.ids, 0.0)
+            if maps.eos_ids.numel():
+                eos_mass += weight * probs.index_select(1, maps.eos_ids[:1])[:, 0]
+                probs.index_fill_(1, maps.eos_ids[:1], 0.0)
+            columns = self._union_columns[index]
+            if index == 0:
+                fused[:, : self.union.primary_size].addcmul_(probs[:, :-1], weight[:, None])
+            elif columns is None:
+                fused.addcmul_(probs[:, :union_size], weight[:, None])
+            else:
+                fused.addcmul_(probs.index_select(1, columns), weight[:, None])
+        fused.index_fill_(1, self.unwritable, 0.0)
+        eos_ids = self.maps[0].eos_ids
+        if eos_ids.numel():
+            put_eos(fused, eos_mass, primary, eos_ids)
+        if self.unwritable.numel() or not eos_ids.numel():
+            normalize_(fused)
+        return Mixed(fused.log_(), normalizers)
+
+    @cached_property
+    def _union_columns(self) -> list[Tensor | None]:
+        """For each union entry the column of each member's probabilities to read, one past the last for none.
+
+        None for a member that has every entry in its place, as one with the primary's vocabulary.
+        """
+        columns: list[Tensor | None] = []
+        for maps in self.maps:
+            ids = maps.from_union[:-1]
+            vocab_size = len(maps.mask)
+            ids = torch.where(ids < 0, vocab_size, ids)
+            in_place = torch.equal(ids, torch.arange(len(ids), device=ids.device).clamp_max(vocab_size))
+            columns.append(None if in_place else ids)
+        return columns
 
     def confidence(self, logits: Tensor, member: int) -> Tensor:
         """The probability of a member's best entry, over all that it may write.

@@ -4,14 +4,16 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..config import DeepenConfig
+from ..config import METHODS, MethodConfig, check_positive_integer, is_number
 from ..errors import ConfigurationError, VocabularyError
 from ..members.cuda_graphs import Captured
+from ..members.member import Member
 from ..mixing import log_normalizer, merge_duplicates, put_eos, top_entries
 from ..vocabulary.anchors import AnchorTokens
 from ..vocabulary.context import Resync
@@ -28,6 +30,76 @@ _TINY = 1e-30
 
 _HELD_BYTES = 256 * 2**20
 """Most memory of the rows of one member that a part of a batch works with, unless one row of the batch needs more."""
+
+
+DeepenVariant = Literal["released", "paper"]
+
+
+@dataclass(frozen=True)
+class DeepenConfig(MethodConfig):
+    """DeePEn: mixing in the space of similarities to anchor tokens."""
+
+    name: ClassVar[str] = "deepen"
+
+    variant: DeepenVariant = "released"
+    """`"released"` (the published code: AdamW on logits) or `"paper"` (its equations: gradient steps on probabilities;
+    greedy decoding only)."""
+
+    num_anchors: int | None = None
+    """Number of anchors, drawn from the entries that all members have. None, or more than there are: all of them."""
+
+    anchor_seed: int = 0
+    """Seed of the draw."""
+
+    learning_rate: float = 0.15
+    """η: rate of the search; the paper tries 0.05 to 0.30."""
+
+    num_steps: int = 5
+    """T: steps of the search."""
+
+    support: int | None = 512
+    """Number of each member's best ids whose similarities are used. The primary's other ids keep their logits, an
+    assistant's count nothing. None: all ids, which is exact and for small vocabularies."""
+
+    skip_on_agreement: bool = False
+    """Whether the primary's own distribution stands where all members' best entries are the same; greedy decoding
+    only."""
+
+    def __post_init__(self) -> None:
+        if self.variant not in get_args(DeepenVariant):
+            raise ConfigurationError(
+                f"`variant` has to be one of {', '.join(get_args(DeepenVariant))}, but is {self.variant!r}."
+            )
+        for name in ("num_anchors", "num_steps", "support"):
+            value = getattr(self, name)
+            if value is not None or name == "num_steps":
+                check_positive_integer(name, value)
+        if not isinstance(self.anchor_seed, int) or isinstance(self.anchor_seed, bool):
+            raise ConfigurationError(f"`anchor_seed` has to be an integer, but is {self.anchor_seed!r}.")
+        rate = self.learning_rate
+        if not (is_number(rate) and 0 < rate <= 1):
+            raise ConfigurationError(f"`learning_rate` has to be above 0 and at most 1, but is {rate!r}.")
+        if not isinstance(self.skip_on_agreement, bool):
+            raise ConfigurationError(f"`skip_on_agreement` has to be a bool, but is {self.skip_on_agreement!r}.")
+
+    @property
+    def greedy_only(self) -> str | None:
+        """Why these options allow neither sampling nor beams; None if they do."""
+        if self.variant == "paper":
+            return "the distribution of variant 'paper' is nearly flat and only ranks tokens"
+        if self.skip_on_agreement:
+            return "with `skip_on_agreement`, steps have the primary's distribution where members agree on the best"
+        return None
+
+    def build(
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+    ) -> TokenMethod:
+        """Build the method; see `MethodConfig.build`."""
+        embeddings = [member.model.get_input_embeddings() for member in members]
+        return Deepen(union, eos_ids, device, embeddings, self)
+
+
+METHODS[DeepenConfig.name] = DeepenConfig
 
 
 class Deepen(TokenMethod):

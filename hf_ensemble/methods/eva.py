@@ -1,17 +1,62 @@
 """EVA: the weighted average after entries have been moved to the primary's whose output embeddings are most alike."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..config import METHODS, MethodConfig, check_positive_integer, is_number
 from ..errors import ConfigurationError
 from ..members.member import Member
-from ..mixing import log_normalizer, merge_duplicates, top_entries
+from ..mixing import log_normalizer, merge_duplicates, normalize_, top_entries
 from ..vocabulary.alignment import load_or_build_similar
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
 from .base import Mixed, TokenMethod, versions_of
+
+
+@dataclass(frozen=True)
+class EvaConfig(MethodConfig):
+    """EVA: what an assistant says counts for the primary's entries whose output embeddings are most alike."""
+
+    name: ClassVar[str] = "eva"
+
+    neighbours: int = 10
+    """Number of nearest entries that an entry's similarities are scaled by, and most of the primary's entries that one
+    of an assistant's counts for."""
+
+    min_similarity: float = 0.1
+    """Least similarity with which one entry counts for another."""
+
+    top_k: int = 320
+    """Number of entries that each member proposes at a step; a smaller vocabulary proposes all it has."""
+
+    filter_top_k: int = 5
+    """A member sits a step out if its best entry is not among this many best of any other."""
+
+    def __post_init__(self) -> None:
+        for name in ("neighbours", "top_k", "filter_top_k"):
+            check_positive_integer(name, getattr(self, name))
+        least = self.min_similarity
+        if not (is_number(least) and 0 < least < math.inf):
+            raise ConfigurationError(f"`min_similarity` has to be a positive number, but is {least!r}.")
+
+    def build(
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+    ) -> TokenMethod:
+        """Build the method; see `MethodConfig.build`."""
+
+        def output_embeddings() -> list[Tensor]:
+            return [output_embeddings_of(member) for member in members]
+
+        return Eva(union, eos_ids, device, output_embeddings, **dataclasses.asdict(self))
+
+
+METHODS[EvaConfig.name] = EvaConfig
 
 
 class Eva(TokenMethod):
@@ -43,6 +88,7 @@ class Eva(TokenMethod):
 
     resync: Resync = "retokenize"
     is_wide = False
+    proposes_few = True
 
     def __init__(
         self,
@@ -106,7 +152,7 @@ class Eva(TokenMethod):
         fused = torch.zeros_like(primary)
         for index, probs in moved.items():
             fused.addcmul_(probs, kept[:, index, None])
-        fused /= fused.sum(-1, keepdim=True)
+        normalize_(fused)
         # The caller weighs the normalizers with `weights`; they shall count as the members do here.
         return Mixed(fused.log_(), torch.where(weights > 0, normalizers * kept / weights, normalizers))
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import messages
 from ..chat.rendering import ChatRenderer
-from ..config import MethodConfig, SweetSpanConfig, check_positive_integer
+from ..config import MethodConfig, check_positive_integer
 from ..decoding.prompts import OwnPrompts, Prompts, read_prompts
 from ..decoding.step_weights import MixingWeights
 from ..decoding.teacher_forcing import ForcedMember, ForcedText
@@ -186,7 +186,7 @@ def score_pairs(
         rows, own_weights = [pairs[n] for n in numbers], weights.of_prompts(numbers)
         if method is not None:
             found = _Batch(members, method, config, own_weights, rows, numbers, renderers).score()
-        elif isinstance(config, SweetSpanConfig) and not weights.is_only(0):
+        elif config.decides == "spans" and not weights.is_only(0):
             found = _score_spans(members, own_weights.participants, rows, numbers, renderers)
         else:
             own = [(pair.prompt, pair.continuation) for pair in rows]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from ...config import MethodConfig, SweetSpanConfig
+from ...config import MethodConfig
 from ...errors import ConfigurationError
 from ...members.member import Member
 from ..step_weights import MixingWeights
@@ -99,7 +99,7 @@ def obstacle_in_call(settings: Any, has_cache: bool, synced_gpus: Any, records: 
 def obstacle_in_method(method: MethodConfig, weights: MixingWeights) -> Obstacle | None:
     """What stands against drafts in how members are mixed; None if nothing does."""
     return _first([
-        (isinstance(method, SweetSpanConfig), "method 'sweetspan'", "its candidates are drafts already",
+        (method.decides == "spans", "method 'sweetspan'", "its candidates are drafts already",
          "Choose a token-level method"),
         (method.gate_rule is not None, "a gate", "it decides at every step who runs, so that nobody could check several",
          "Leave out `threshold`"),
