@@ -85,10 +85,11 @@ class RelativeRows:
         """Rows of some ids, without a look at the host.
 
         Args:
-            ids: On the embeddings' device, of shape `(num_ids,)` or, for each row of a batch its own,
-                `(batch_size, num_ids)`. Their rows must be kept (see `keep`): others hold anything.
-                More than `capacity`, of the first shape, are formed in pieces at every use.
+            ids: Of shape `(num_ids,)` or, for each row of a batch its own, `(batch_size, num_ids)`. Their rows must be
+                kept (see `keep`): others hold anything. More than `capacity`, of the first shape, are formed in pieces
+                at every use.
         """
+        ids = (ids[0] if ids.ndim == 2 and len(ids) == 1 else ids).to(self.device)
         if ids.numel() > self.capacity:
             return TakenRows(self, ids, None)
         assert self._kept is not None
