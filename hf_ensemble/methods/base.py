@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..members.cuda_graphs import Captured
 from ..members.member import Member
-from ..mixing import Duplicates, log_normalizer, merge_duplicates, normalize_, put_eos
+from ..mixing import Duplicates, log_normalizer, merge_duplicates
 from ..vocabulary.context import Resync
 from ..vocabulary.token_bytes import CONTROL, TEXT
 from ..vocabulary.union import UnionVocabulary
@@ -37,8 +37,15 @@ class Mixed:
 class MemberMaps:
     """One member's index maps as tensors on the device where the mixing happens.
 
+    Args:
+        union: The union vocabulary of the members.
+        index: Number of the member; 0 is the primary.
+        eos_ids: Its ids that end a text.
+        device: Where the maps are put.
+
     Attributes:
         mask: 0 for ids that take part and `-inf` for the others, of shape `(vocab_size,)`.
+        takes_all: Whether all ids take part.
         eos_ids: Its EOS ids that are control tokens, of shape `(num_eos,)`.
         duplicates: Its ids that stand for the same entry; EOS, which has its first EOS id, included.
         to_union: Union id of each id, of shape `(vocab_size,)`; `union_size` for EOS, -1 for ids that take no part.
@@ -86,13 +93,14 @@ class MemberMaps:
 class TokenMethod(ABC):
     """A token-level method for one set of members: turns their logits of a step into one distribution.
 
-    Subclasses must minimally implement `mix`, and say how assistants follow the text (`resync`) and whether columns
-    beyond the primary's vocabulary come back (`is_wide`).
+    A subclass implements `mix` and says how assistants follow the text (`resync`) and whether columns beyond the
+    primary's vocabulary come back (`is_wide`); where it differs from the defaults, the other attributes too.
 
     Args:
         union: The union vocabulary of the members.
         eos_ids: For each member, the ids that end a text.
         device: Where the primary's logits are.
+        maps: The members' index maps, if there are any yet, which `eos_ids` are part of. Default: they are made.
     """
 
     resync: Resync
@@ -104,15 +112,23 @@ class TokenMethod(ABC):
     starts_from_primary: bool = False
     """Whether `mix` needs the primary's logits even where the primary's weight is 0."""
     proposes_few: bool = False
-    """Whether `mix` gives mass only to entries that members propose or that a cut-off leaves, so that constraints on the
-    ids may leave none of them (`average` has the others' mass then)."""
+    """Whether `mix` gives mass only to entries that members propose or that a cut-off leaves, so that constraints may leave
+    none of them."""
 
-    def __init__(self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device):
+    def __init__(
+        self,
+        union: UnionVocabulary,
+        eos_ids: Sequence[Sequence[int]],
+        device: torch.device,
+        maps: Sequence[MemberMaps] | None = None,
+    ):
         self.union = union
         self.device = device
-        self.maps = [MemberMaps(union, index, ids, device) for index, ids in enumerate(eos_ids)]
+        self.maps = maps or [MemberMaps(union, index, ids, device) for index, ids in enumerate(eos_ids)]
         self.captured_mixes: list[Captured] = []
         """Graphs of `mix` that no call uses just now."""
+        self.average: TokenMethod | None = None
+        """What averages the members' whole distributions beside this method; kept once it is made (`Gac.beside`)."""
 
     @abstractmethod
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
@@ -124,73 +140,6 @@ class TokenMethod(ABC):
             weights: Mixing weights of shape `(batch_size, num_members)`; every row sums to 1, unless the method takes
                 weights as given.
         """
-
-    def average(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
-        """Fuse `q(x) = sum_i w_i p_i(x)` over the entries x of the union vocabulary, whatever `mix` does.
-
-        Ids of one member that write the same are one entry; the EOS ids of all members are one entry. Entries that the
-        primary cannot write are dropped and the rest renormalised.
-
-        Args:
-            logits: As for `mix`.
-            weights: Mixing weights of shape `(batch_size, num_members)`; every row sums to 1.
-
-        Returns:
-            Log-probabilities over union ids, of shape `(batch_size, union_size)`, and the normalizers.
-        """
-        primary = logits[0]
-        assert primary is not None
-        batch_size, union_size = primary.shape[0], len(self.union)
-        fused = primary.new_zeros(batch_size, union_size)
-        eos_mass = primary.new_zeros(batch_size)
-        normalizers = primary.new_zeros(batch_size, len(logits))
-        for index, member_logits in enumerate(logits):
-            if member_logits is None:
-                continue
-            maps = self.maps[index]
-            member_logits = self.masked(member_logits, index)
-            normalizers[:, index] = log_normalizer(member_logits)
-            # One column more, which stays 0, is what an entry that the member lacks reads.
-            probs = primary.new_zeros(batch_size, member_logits.shape[-1] + 1)
-            torch.sub(member_logits, normalizers[:, index, None], out=probs[:, :-1])
-            probs[:, :-1].exp_()
-            weight = weights[:, index]
-            if maps.duplicates.ids.numel():
-                into = maps.duplicates.canonical_ids[maps.duplicates.position]
-                probs.index_add_(1, into, probs[:, maps.duplicates.ids])
-                probs.index_fill_(1, maps.duplicates.ids, 0.0)
-            if maps.eos_ids.numel():
-                eos_mass += weight * probs.index_select(1, maps.eos_ids[:1])[:, 0]
-                probs.index_fill_(1, maps.eos_ids[:1], 0.0)
-            columns = self._union_columns[index]
-            if index == 0:
-                fused[:, : self.union.primary_size].addcmul_(probs[:, :-1], weight[:, None])
-            elif columns is None:
-                fused.addcmul_(probs[:, :union_size], weight[:, None])
-            else:
-                fused.addcmul_(probs.index_select(1, columns), weight[:, None])
-        fused.index_fill_(1, self.unwritable, 0.0)
-        eos_ids = self.maps[0].eos_ids
-        if eos_ids.numel():
-            put_eos(fused, eos_mass, primary, eos_ids)
-        if self.unwritable.numel() or not eos_ids.numel():
-            normalize_(fused)
-        return Mixed(fused.log_(), normalizers)
-
-    @cached_property
-    def _union_columns(self) -> list[Tensor | None]:
-        """For each union entry the column of each member's probabilities to read, one past the last for none.
-
-        None for a member that has every entry in its place, as one with the primary's vocabulary.
-        """
-        columns: list[Tensor | None] = []
-        for maps in self.maps:
-            ids = maps.from_union[:-1]
-            vocab_size = len(maps.mask)
-            ids = torch.where(ids < 0, vocab_size, ids)
-            in_place = torch.equal(ids, torch.arange(len(ids), device=ids.device).clamp_max(vocab_size))
-            columns.append(None if in_place else ids)
-        return columns
 
     def confidence(self, logits: Tensor, member: int) -> Tensor:
         """The probability of a member's best entry, over all that it may write.
@@ -214,6 +163,7 @@ class TokenMethod(ABC):
     def forget(self) -> None:
         """Give back memory of what can be made again, when another method is used."""
         self.captured_mixes.clear()
+        self.average = None
 
     @cached_property
     def first_ids_beyond_primary(self) -> Tensor:
@@ -227,22 +177,42 @@ class TokenMethod(ABC):
         return (self.maps[0].first_id[self.union.primary_size : -1] < 0).nonzero()[:, 0] + self.union.primary_size
 
     def primary_ids(self, columns: Tensor) -> Tensor:
-        """The primary's id that each of these columns is written with first."""
+        """The primary's id that each of some columns is written with first.
+
+        Args:
+            columns: Union ids, of any shape.
+
+        Returns:
+            Of the same shape; -1 for what the primary cannot write.
+        """
         first = self.maps[0].first_id[columns]
         # EOS ids, the primary's control tokens, are no entries but stand under their own numbers.
         return torch.where(columns < self.union.primary_size, columns, first)
 
     def masked(self, logits: Tensor, member: int) -> Tensor:
-        """Set the logits of ids that take no part to `-inf`."""
+        """Set the logits of ids that take no part to `-inf`.
+
+        Args:
+            logits: The member's, of shape `(batch_size, vocab_size)`.
+            member: Its number.
+
+        Returns:
+            Of the same shape; `logits` itself where all ids take part.
+        """
         maps = self.maps[member]
         return logits if maps.takes_all else logits + maps.mask
 
 
 def versions_of(weights: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """What changes when somebody moves, casts, replaces or trains these weights."""
+    """What changes when somebody moves, casts, replaces or trains some weights; to be compared, no more."""
     return [(w.data_ptr(), w.dtype, w.device, 0 if w.is_inference() else w._version) for w in weights]
 
 
 def eos_ids_of(members: Sequence[Member], primary_eos_ids: Sequence[int]) -> list[list[int]]:
-    """The ids that end a text for each member: those of the call for the primary, its own for an assistant."""
+    """The ids that end a text for each member: those of the call for the primary, its own for an assistant.
+
+    Args:
+        members: The members; the first is the primary.
+        primary_eos_ids: Those of the call.
+    """
     return [list(primary_eos_ids), *(member.eos_token_ids for member in members[1:])]

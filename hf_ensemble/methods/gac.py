@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..config import METHODS, GatedConfig, is_number
 from ..errors import ConfigurationError
 from ..members.member import Member
-from ..mixing import log_normalizer, merge_duplicates, put_eos
+from ..mixing import log_normalizer, merge_duplicates, normalize_, put_eos
 from ..vocabulary.context import Resync
 from ..vocabulary.token_bytes import CONTROL
 from ..vocabulary.union import UnionVocabulary
@@ -78,7 +79,10 @@ METHODS[GacConfig.name] = GacConfig
 
 
 class Gac(TokenMethod):
-    """Fuse `q(x) = sum_i w_i p_i(x)` over the entries x of the union vocabulary: `TokenMethod.average`.
+    """Fuse `q(x) = sum_i w_i p_i(x)` over the entries x of the union vocabulary.
+
+    Ids of one member that write the same are one entry; the EOS ids of all members are one entry. Entries that the
+    primary cannot write are dropped and the rest renormalised.
 
     Reference:
         Yu et al., "Breaking the Ceiling of the LLM Community by Treating Token Generation as a Classification for
@@ -92,9 +96,71 @@ class Gac(TokenMethod):
     resync: Resync = "append"
     is_wide = True
 
+    @classmethod
+    def beside(cls, method: TokenMethod) -> TokenMethod:
+        """The average of the members' whole distributions beside another method, whose index maps it shares.
+
+        It is made once and kept with that method.
+        """
+        if method.average is None:
+            method.average = cls(method.union, (), method.device, method.maps)
+        return method.average
+
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""
-        return self.average(logits, weights)
+        primary = logits[0]
+        assert primary is not None
+        batch_size, union_size = primary.shape[0], len(self.union)
+        fused = primary.new_zeros(batch_size, union_size)
+        eos_mass = primary.new_zeros(batch_size)
+        normalizers = primary.new_zeros(batch_size, len(logits))
+        for index, member_logits in enumerate(logits):
+            if member_logits is None:
+                continue
+            maps = self.maps[index]
+            member_logits = self.masked(member_logits, index)
+            normalizers[:, index] = log_normalizer(member_logits)
+            # One column more, which stays 0, is what an entry that the member lacks reads.
+            probs = primary.new_zeros(batch_size, member_logits.shape[-1] + 1)
+            torch.sub(member_logits, normalizers[:, index, None], out=probs[:, :-1])
+            probs[:, :-1].exp_()
+            weight = weights[:, index]
+            if maps.duplicates.ids.numel():
+                into = maps.duplicates.canonical_ids[maps.duplicates.position]
+                probs.index_add_(1, into, probs[:, maps.duplicates.ids])
+                probs.index_fill_(1, maps.duplicates.ids, 0.0)
+            if maps.eos_ids.numel():
+                eos_mass += weight * probs.index_select(1, maps.eos_ids[:1])[:, 0]
+                probs.index_fill_(1, maps.eos_ids[:1], 0.0)
+            columns = self._columns[index]
+            if index == 0:
+                fused[:, : self.union.primary_size].addcmul_(probs[:, :-1], weight[:, None])
+            elif columns is None:
+                fused.addcmul_(probs[:, :union_size], weight[:, None])
+            else:
+                fused.addcmul_(probs.index_select(1, columns), weight[:, None])
+        fused.index_fill_(1, self.unwritable, 0.0)
+        eos_ids = self.maps[0].eos_ids
+        if eos_ids.numel():
+            put_eos(fused, eos_mass, primary, eos_ids)
+        if self.unwritable.numel() or not eos_ids.numel():
+            normalize_(fused)
+        return Mixed(fused.log_(), normalizers)
+
+    @cached_property
+    def _columns(self) -> list[Tensor | None]:
+        """For each union entry the column of each member's probabilities to read, one past the last for none.
+
+        None for a member that has every entry in its place, as one with the primary's vocabulary.
+        """
+        columns: list[Tensor | None] = []
+        for maps in self.maps:
+            ids = maps.from_union[:-1]
+            vocab_size = len(maps.mask)
+            ids = torch.where(ids < 0, vocab_size, ids)
+            in_place = torch.equal(ids, torch.arange(len(ids), device=ids.device).clamp_max(vocab_size))
+            columns.append(None if in_place else ids)
+        return columns
 
 
 class ProductOfExperts(TokenMethod):
@@ -181,18 +247,8 @@ class ProductOfExperts(TokenMethod):
         fused.masked_fill_(~proposed, -torch.inf).index_fill_(1, self.unwritable, -torch.inf)
         if self.maps[0].eos_ids.numel():
             put_eos(fused, fused_eos, primary, self.maps[0].eos_ids, nothing=-torch.inf)
-        return Mixed(fused.log_softmax(-1), normalizers)
-
-    def average(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
-        """As `TokenMethod.average`, of the members with weights above 0; of the primary where there is none.
-
-        Args:
-            logits: As for `mix`.
-            weights: As for `mix`.
-        """
-        shares = weights.clamp_min(0.0)
-        shares[:, 0] += (shares == 0).all(-1)
-        return super().average(logits, shares / shares.sum(-1, keepdim=True))
+        # Where nothing is left, all are `-inf`.
+        return Mixed(fused.log_softmax(-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf), normalizers)
 
     def _logprobs(self, logprobs: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """A member's log-probabilities of union entries, of shape `(batch_size, union_size)`, and of EOS."""

@@ -1,7 +1,4 @@
-"""SweetSpan: how candidate spans are scored, filtered and chosen.
-
-From "Hit the Sweet Spot! Span-Level Ensemble for Large Language Models" (2024).
-"""
+"""SweetSpan: its options, and how candidate spans are scored, filtered and chosen."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +13,16 @@ SpanScore = Literal["perplexity", "bits_per_byte"]
 
 @dataclass(frozen=True)
 class SweetSpanConfig(MethodConfig):
-    """SweetSpan: members propose spans of words, score one another's, and the best is kept."""
+    """SweetSpan: members propose spans of words, score one another's, and the best is kept.
+
+    Reference:
+        Xu, Chen, Wu and Zhang, "Hit the Sweet Spot! Span-Level Ensemble for Large Language Models"
+        (https://arxiv.org/abs/2409.18583).
+
+    Relations:
+        The other methods decide token by token, over distributions. Here members are compared by what they make of
+        whole words, so mixing weights do not enter; a member of weight 0 takes no part.
+    """
 
     name: ClassVar[str] = "sweetspan"
     decides: ClassVar[Literal["tokens", "spans"]] = "spans"

@@ -71,9 +71,13 @@ def load_or_build_similar(
     """
     digests = [_digest(weight) for weight in output_embeddings]
     key = _pair_key("eva", union, member, digests, neighbours, min_similarity)
-    arrays = load_or_build(
-        key, lambda: _build_similar(union, member, output_embeddings, neighbours, min_similarity, device)
-    )
+
+    def build() -> dict[str, np.ndarray]:
+        # What is stored must not depend on the caller's autocast.
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            return _build_similar(union, member, output_embeddings, neighbours, min_similarity, device)
+
+    arrays = load_or_build(key, build)
     return arrays["ids"], arrays["shares"]
 
 
@@ -197,7 +201,6 @@ def _digest(weight: Tensor) -> str:
     return digest.hexdigest()
 
 
-@torch.no_grad()
 def _build_similar(
     union: UnionVocabulary,
     member: int,
