@@ -395,7 +395,7 @@ def _turn(devices: set[torch.device]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(_turns)
-        for kind in {device.type for device in devices}:
+        for kind in filter(torch.amp.is_autocast_available, {device.type for device in devices}):
             stack.enter_context(torch.autocast(kind, enabled=False))
         # Buffers live longer than a call, so they must not be tied to its inference mode.
         stack.enter_context(torch.inference_mode(False))
