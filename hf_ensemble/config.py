@@ -143,8 +143,8 @@ def method_config(method: "str | MethodConfig | dict[str, Any]") -> MethodConfig
     """
     if isinstance(method, MethodConfig):
         return method
-    options = dict(method) if isinstance(method, dict) else {}
-    name = options.pop("name", None) if isinstance(method, dict) else method
+    options = dict(method) if isinstance(method, dict) else {"name": method}
+    name = options.pop("name", None)
     if name not in METHODS:
         own = (
             " A method of your own has to be in `hf_ensemble.config.METHODS` first."

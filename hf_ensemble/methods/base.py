@@ -1,7 +1,7 @@
 """What every token-level method works with: index maps on the device, and the one thing it computes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -100,7 +100,6 @@ class TokenMethod(ABC):
         union: The union vocabulary of the members.
         eos_ids: For each member, the ids that end a text.
         device: Where the primary's logits are.
-        maps: The members' index maps, if there are any yet, which `eos_ids` are part of. Default: they are made.
     """
 
     resync: Resync
@@ -115,16 +114,10 @@ class TokenMethod(ABC):
     """Whether `mix` gives mass only to entries that members propose or that a cut-off leaves, so that constraints may leave
     none of them."""
 
-    def __init__(
-        self,
-        union: UnionVocabulary,
-        eos_ids: Sequence[Sequence[int]],
-        device: torch.device,
-        maps: Sequence[MemberMaps] | None = None,
-    ):
+    def __init__(self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device):
         self.union = union
         self.device = device
-        self.maps = maps or [MemberMaps(union, index, ids, device) for index, ids in enumerate(eos_ids)]
+        self.maps = [MemberMaps(union, index, ids, device) for index, ids in enumerate(eos_ids)]
         self.captured_mixes: list[Captured] = []
         """Graphs of `mix` that no call uses just now."""
         self.average: TokenMethod | None = None
@@ -188,6 +181,22 @@ class TokenMethod(ABC):
         first = self.maps[0].first_id[columns]
         # EOS ids, the primary's control tokens, are no entries but stand under their own numbers.
         return torch.where(columns < self.union.primary_size, columns, first)
+
+    def taking_part(self, logits: Sequence[Tensor | None], normalizers: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Go through the members that take part in a step, one at a time.
+
+        Args:
+            logits: As for `mix`.
+            normalizers: Zeros of shape `(batch_size, num_members)`, in which every member's logsumexp is put.
+
+        Yields:
+            Its number, and its logits with ids that take no part at `-inf`, of shape `(batch_size, vocab_size)`.
+        """
+        for index, own in enumerate(logits):
+            if own is not None:
+                masked = self.masked(own, index)
+                normalizers[:, index] = log_normalizer(masked)
+                yield index, masked
 
     def masked(self, logits: Tensor, member: int) -> Tensor:
         """Set the logits of ids that take no part to `-inf`.

@@ -14,7 +14,7 @@ from ..config import METHODS, MethodConfig, check_positive_integer, is_number
 from ..errors import ConfigurationError, VocabularyError
 from ..members.cuda_graphs import Captured
 from ..members.member import Member
-from ..mixing import log_normalizer, merge_duplicates, put_eos, top_entries
+from ..mixing import merge_duplicates, put_eos, top_entries
 from ..vocabulary.anchors import AnchorTokens
 from ..vocabulary.context import Resync
 from ..vocabulary.relative import RelativeRows, TakenRows, inverse_norms
@@ -250,7 +250,7 @@ class Deepen(TokenMethod):
             which members each row needs similarities, of shape `(batch_size, num_members)`; the ids of each member that
             takes part, of shape `(batch_size, num_ids)`, or `(vocab_size,)` for all.
         """
-        masked = self._masked_all(logits)
+        masked = {index: self.masked(one, index) for index, one in enumerate(logits) if one is not None}
         is_fused = self._rows_to_fuse(masked, weights)
         is_asked = is_fused[:, None] & (weights > 0)
         is_asked[:, 0] = is_fused
@@ -265,9 +265,6 @@ class Deepen(TokenMethod):
             counts.append((is_missing & is_asked[:, index, None]).sum())
             ids.append(own)
         return torch.stack(counts), is_asked, *ids
-
-    def _masked_all(self, logits: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        return {index: self.masked(one, index) for index, one in enumerate(logits) if one is not None}
 
     def _alive(self, masked: Tensor, index: int) -> Tensor:
         return masked.index_fill(-1, self._dead_ids[index], -torch.inf)
@@ -299,10 +296,8 @@ class Deepen(TokenMethod):
         """
         num_members = len(self.maps)
         logits, ids = logits_and_ids[:num_members], logits_and_ids[num_members:]
-        masked = self._masked_all(logits)
-        normalizers = weights.new_zeros(weights.shape)
-        for index, member_logits in masked.items():
-            normalizers[:, index] = log_normalizer(member_logits)
+        normalizers = torch.zeros_like(weights)
+        masked = dict(self.taking_part(logits, normalizers))
         fused = masked[0]
         if is_fused is not None:
             fused = torch.where(is_fused[:, None], self._searched(masked, ids, weights), fused)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import METHODS, MethodConfig, check_positive_integer, is_number
 from ..errors import ConfigurationError
 from ..members.member import Member
-from ..mixing import log_normalizer, merge_duplicates, normalize_, top_entries
+from ..mixing import merge_duplicates, normalize_, top_entries
 from ..vocabulary.alignment import load_or_build_similar
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
@@ -118,8 +118,7 @@ class Eva(TokenMethod):
                 columns, shares = (torch.as_tensor(array, device=device) for array in arrays)
             is_eos = torch.zeros_like(columns, dtype=torch.bool)
             is_eos[:, 0] = maps.to_union == len(union)
-            has_column = is_eos if self.maps[0].eos_ids.numel() else torch.zeros_like(is_eos)
-            has_column = has_column | (~is_eos & (columns >= 0))
+            has_column = torch.where(is_eos, self.maps[0].eos_ids.numel() > 0, columns >= 0)
             self._columns_of.append(torch.where(is_eos, union.primary_size, columns.clamp_min(0)))
             self._shares_of.append(torch.where(is_eos, 1.0, shares) * has_column)
 
@@ -134,13 +133,9 @@ class Eva(TokenMethod):
         assert primary is not None
         eos_ids = self.maps[0].eos_ids
         eos = eos_ids[primary[:, eos_ids].argmax(-1)][:, None, None] if eos_ids.numel() else 0  # (B, 1, 1)
-        normalizers = primary.new_zeros(primary.shape[0], len(logits))
+        normalizers = torch.zeros_like(weights)
         moved: dict[int, Tensor] = {}
-        for index, member_logits in enumerate(logits):
-            if member_logits is None:
-                continue
-            member_logits = self.masked(member_logits, index)
-            normalizers[:, index] = log_normalizer(member_logits)
+        for index, member_logits in self.taking_part(logits, normalizers):
             entries = merge_duplicates(member_logits, self.maps[index].duplicates)
             values, ids = top_entries(entries, min(self.top_k, entries.shape[-1]))  # (B, k)
             shares = values.softmax(-1)[..., None] * self._shares_of[index][ids]  # (B, k, neighbours)

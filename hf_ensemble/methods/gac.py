@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import METHODS, GatedConfig, is_number
 from ..errors import ConfigurationError
 from ..members.member import Member
-from ..mixing import log_normalizer, merge_duplicates, normalize_, put_eos
+from ..mixing import merge_duplicates, normalize_, put_eos
 from ..vocabulary.context import Resync
 from ..vocabulary.token_bytes import CONTROL
 from ..vocabulary.union import UnionVocabulary
@@ -103,7 +103,8 @@ class Gac(TokenMethod):
         It is made once and kept with that method.
         """
         if method.average is None:
-            method.average = cls(method.union, (), method.device, method.maps)
+            method.average = cls(method.union, (), method.device)
+            method.average.maps = method.maps
         return method.average
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
@@ -113,13 +114,9 @@ class Gac(TokenMethod):
         batch_size, union_size = primary.shape[0], len(self.union)
         fused = primary.new_zeros(batch_size, union_size)
         eos_mass = primary.new_zeros(batch_size)
-        normalizers = primary.new_zeros(batch_size, len(logits))
-        for index, member_logits in enumerate(logits):
-            if member_logits is None:
-                continue
+        normalizers = torch.zeros_like(weights)
+        for index, member_logits in self.taking_part(logits, normalizers):
             maps = self.maps[index]
-            member_logits = self.masked(member_logits, index)
-            normalizers[:, index] = log_normalizer(member_logits)
             # One column more, which stays 0, is what an entry that the member lacks reads.
             probs = primary.new_zeros(batch_size, member_logits.shape[-1] + 1)
             torch.sub(member_logits, normalizers[:, index, None], out=probs[:, :-1])
@@ -203,9 +200,10 @@ class ProductOfExperts(TokenMethod):
         self.proposes_few = bool(alpha)
         self.alpha = alpha
         is_control = torch.as_tensor(union.encoders[0].token_bytes.kinds == CONTROL, device=device)
-        self._primary_control = is_control.nonzero()[:, 0]
         ids = torch.arange(union.primary_size, device=device)
         self._no_entry = (is_control | (self.maps[0].from_union[: union.primary_size] != ids)).nonzero()[:, 0]
+        is_control[self.maps[0].eos_ids] = False
+        self._primary_control = is_control.nonzero()[:, 0]  # but EOS
         # For each member and union entry the column to read: of its entries, of its ids, or of none.
         self._own, self._first, self._lacks, self._cannot = [], [], [], []
         for maps in self.maps:
@@ -219,22 +217,15 @@ class ProductOfExperts(TokenMethod):
         """Fuse one step; see `TokenMethod.mix`. Weights need not sum to 1."""
         primary = logits[0]
         assert primary is not None
-        normalizers = primary.new_zeros(primary.shape[0], len(logits))
         fused = primary.new_zeros(primary.shape[0], len(self.union))
         fused_eos = primary.new_zeros(primary.shape[0])
         proposed = torch.zeros_like(fused, dtype=torch.bool)
         for index, lacks in enumerate(self._lacks):
             proposed |= (weights[:, index, None] != 0) & ~lacks
         proposed.index_fill_(1, self._no_entry, False)
-        for index, member_logits in enumerate(logits):
-            if member_logits is None:
-                continue
-            masked = self.masked(member_logits, index)
-            if index == 0:
-                ends = self.maps[0].eos_ids
-                masked = masked.index_fill(1, self._primary_control, -torch.inf)
-                masked = masked.index_copy(1, ends, member_logits.index_select(1, ends))
-            normalizers[:, index] = log_normalizer(masked)
+        normalizers = torch.zeros_like(weights)
+        logits = [primary.index_fill(1, self._primary_control, -torch.inf), *logits[1:]]
+        for index, masked in self.taking_part(logits, normalizers):
             entry_logprobs, eos_logprob = self._logprobs(masked - normalizers[:, index, None], index)
             weight = weights[:, index]
             fused += _weighted(entry_logprobs, weight[:, None])

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..config import METHODS, MethodConfig
 from ..errors import ConfigurationError
 from ..members.member import Member
-from ..mixing import log_normalizer, normalize_, put_eos
+from ..mixing import normalize_, put_eos
 from ..vocabulary.alignment import load_or_build_nearest
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
@@ -80,13 +80,9 @@ class Mined(TokenMethod):
         """Fuse one step; see `TokenMethod.mix`."""
         primary = logits[0]
         assert primary is not None
-        normalizers = primary.new_zeros(primary.shape[0], len(logits))
+        normalizers = torch.zeros_like(weights)
         fused = primary.new_zeros(primary.shape[0], self.union.primary_size + 1)
-        for index, member_logits in enumerate(logits):
-            if member_logits is None:
-                continue
-            member_logits = self.masked(member_logits, index)
-            normalizers[:, index] = log_normalizer(member_logits)
+        for index, member_logits in self.taking_part(logits, normalizers):
             probs = (member_logits - normalizers[:, index, None]).exp_().mul_(weights[:, index, None])
             fused.scatter_add_(1, self._column_of[index].expand_as(probs), probs)
         columns, eos_mass = fused[:, :-1], fused[:, -1]
