@@ -3,21 +3,13 @@
 from .choosing.prompt_weights import packllm_weights, weights_from_scores
 from .choosing.selection import select_members
 from .choosing.tuning import tune_method
-from .config import (
-    DeepenConfig,
-    EnsembleConfig,
-    EvaConfig,
-    GacConfig,
-    MemberConfig,
-    MinedConfig,
-    SweetSpanConfig,
-    UniteConfig,
-)
+from .config import EnsembleConfig, MemberConfig
 from .decoding.ensemble_processor import EnsembleLogitsProcessor
 from .decoding.spans.decoder import SpanCandidate, SpanDecoderOutput, SpanRound
 from .decoding.speculation.decoder import SpeculationRound, SpeculationStats
 from .decoding.stopping_criteria import SpanStoppingCriteria
 from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
+from .methods import DeepenConfig, EvaConfig, GacConfig, MinedConfig, SweetSpanConfig, UniteConfig
 from .model import EnsembleForCausalLM
 from .recording.decisions import Decision, Decisions, MemberDecision
 from .scoring.likelihoods import Scores

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -14,12 +14,17 @@ from .messages import wrong_count
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """Base of the methods' options."""
+    """Base of the methods' options: frozen dataclasses, each in its method's file.
+
+    Beside its fields, a config says what the rest of the library has to know of the method.
+
+    Attributes:
+        name: Name of the method, unique among `METHODS`.
+        decides: What one decision is about: a token, or a span of several.
+    """
 
     name: ClassVar[str]
-
-    decides: ClassVar[str] = "tokens"
-    """How it decides: by `"tokens"` or by `"spans"`."""
+    decides: ClassVar[Literal["tokens", "spans"]] = "tokens"
 
     @property
     def takes_weights_as_given(self) -> bool:
@@ -41,6 +46,11 @@ class MethodConfig:
         """Whether implausible entries are dropped even if the primary has all the weight."""
         return False
 
+    @property
+    def greedy_only(self) -> str | None:
+        """Why these options allow neither sampling nor beams; None if they do."""
+        return None
+
     def check_members(self, num_members: int) -> None:
         """Check the options against the number of members.
 
@@ -56,16 +66,20 @@ class MethodConfig:
         """The method's name and options, as they are saved."""
         return {"name": self.name, **dataclasses.asdict(self)}
 
-    @property
-    def greedy_only(self) -> str | None:
-        """Why these options allow neither sampling nor beams; None if they do."""
-        return None
-
     def build(self, members: Any, union: Any, eos_ids: Any, device: Any) -> Any:
-        """Build the method, where it is none of this library; arguments and result are those of `methods.build_method`.
+        """Build the method for a set of members, if it decides tokens.
+
+        Args:
+            members: The members, of type `Member`; the first is the primary.
+            union: Their `UnionVocabulary`.
+            eos_ids: For each member, the ids that end a text.
+            device: Where the primary's logits are.
+
+        Returns:
+            A `TokenMethod`.
 
         Raises:
-            ConfigurationError: If the options are of no token-level method.
+            ConfigurationError: If the method decides no tokens, or cannot be built for these members.
         """
         raise ConfigurationError(f"{type(self).__name__} is no token-level method.")
 
@@ -89,83 +103,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_gate(threshold: float | None, gate: int) -> None:
-    if threshold is not None and not (is_number(threshold) and 0 <= threshold <= 1):
-        raise ConfigurationError(f"`threshold` has to be a probability from 0 to 1, or None, but is {threshold!r}.")
-    if not isinstance(gate, int) or isinstance(gate, bool) or gate < 0:
-        raise ConfigurationError(f"`gate` has to be the number of a member, from 0 on, but is {gate!r}.")
-    if threshold is None and gate != 0:
-        raise ConfigurationError(f"`gate` is {gate}, but does nothing without a `threshold`.")
-
-
 @dataclass(frozen=True)
-class GacConfig(MethodConfig):
-    """GaC: the weighted average over the union vocabulary; with `space="log"`, a product of experts."""
-
-    name: ClassVar[str] = "gac"
-
-    threshold: float | None = None
-    """Where the gate member gives one entry a probability above this, it decides alone and the others do not run. None:
-    all decide at every step."""
-
-    gate: int = 0
-    """Number of the gate member."""
-
-    space: Literal["linear", "log"] = "linear"
-    """`"linear"` averages probabilities. `"log"` sums log-probabilities, with weights as given, negative ones too."""
-
-    alpha: float | None = None
-    """With `space="log"`: entries that the primary gives less than `alpha` times its best are dropped."""
-
-    strategy: Literal["mixture_sampling"] | None = None
-    """`"mixture_sampling"`: one member, drawn with the weights, decides each token, and only it runs."""
-
-    def __post_init__(self) -> None:
-        _check_gate(self.threshold, self.gate)
-        if self.space not in ("linear", "log"):
-            raise ConfigurationError(f"`space` has to be 'linear' or 'log', but is {self.space!r}.")
-        if self.alpha is not None:
-            if self.space != "log":
-                raise ConfigurationError(f'`alpha` is {self.alpha!r}, but does nothing without `space="log"`.')
-            if not (is_number(self.alpha) and 0 <= self.alpha <= 1):
-                raise ConfigurationError(f"`alpha` has to be a number from 0 to 1, or None, but is {self.alpha!r}.")
-        if self.strategy not in (None, "mixture_sampling"):
-            raise ConfigurationError(f"`strategy` has to be 'mixture_sampling' or None, but is {self.strategy!r}.")
-        if self.strategy is not None and (self.threshold is not None or self.space != "linear"):
-            other = "a `threshold`" if self.threshold is not None else '`space="log"`'
-            raise ConfigurationError(
-                f'`strategy="mixture_sampling"` cannot be combined with {other}: it draws one member for each token.'
-            )
-
-    @property
-    def takes_weights_as_given(self) -> bool:
-        """Whether mixing weights may be negative and need not sum to 1."""
-        return self.space == "log"
-
-    @property
-    def draws_one(self) -> bool:
-        """Whether one member, drawn at random, decides each token."""
-        return self.strategy == "mixture_sampling"
-
-    @property
-    def cuts_off(self) -> bool:
-        """Whether implausible entries are dropped even if the primary has all the weight."""
-        return self.alpha is not None
-
-    @property
-    def gate_rule(self) -> tuple[int, float] | None:
-        """The gate member's number and the threshold; None for no gate."""
-        return None if self.threshold is None else (self.gate, self.threshold)
-
-
-@dataclass(frozen=True)
-class UniteConfig(MethodConfig):
-    """UniTE: mixing over the union of the members' best entries."""
-
-    name: ClassVar[str] = "unite"
-
-    top_k: int = 10
-    """Number of entries that each member proposes at a step; a smaller vocabulary proposes all it has."""
+class GatedConfig(MethodConfig):
+    """Base of the options of a method whose tokens a gate member may decide alone."""
 
     threshold: float | None = None
     """Where the gate member gives one entry a probability above this, it decides alone and the others do not run. None:
@@ -175,8 +115,15 @@ class UniteConfig(MethodConfig):
     """Number of the gate member."""
 
     def __post_init__(self) -> None:
-        check_positive_integer("top_k", self.top_k)
-        _check_gate(self.threshold, self.gate)
+        threshold, gate = self.threshold, self.gate
+        if threshold is not None and not (is_number(threshold) and 0 <= threshold <= 1):
+            raise ConfigurationError(
+                f"`threshold` has to be a probability from 0 to 1, or None, but is {threshold!r}."
+            )
+        if not isinstance(gate, int) or isinstance(gate, bool) or gate < 0:
+            raise ConfigurationError(f"`gate` has to be the number of a member, from 0 on, but is {gate!r}.")
+        if threshold is None and gate != 0:
+            raise ConfigurationError(f"`gate` is {gate}, but does nothing without a `threshold`.")
 
     @property
     def gate_rule(self) -> tuple[int, float] | None:
@@ -184,165 +131,8 @@ class UniteConfig(MethodConfig):
         return None if self.threshold is None else (self.gate, self.threshold)
 
 
-DeepenVariant = Literal["released", "paper"]
-
-
-@dataclass(frozen=True)
-class DeepenConfig(MethodConfig):
-    """DeePEn: mixing in the space of similarities to anchor tokens."""
-
-    name: ClassVar[str] = "deepen"
-
-    variant: DeepenVariant = "released"
-    """`"released"` (the published code: AdamW on logits) or `"paper"` (its equations: gradient steps on probabilities;
-    greedy decoding only)."""
-
-    num_anchors: int | None = None
-    """Number of anchors, drawn from the entries that all members have. None, or more than there are: all of them."""
-
-    anchor_seed: int = 0
-    """Seed of the draw."""
-
-    learning_rate: float = 0.15
-    """η: rate of the search; the paper tries 0.05 to 0.30."""
-
-    num_steps: int = 5
-    """T: steps of the search."""
-
-    support: int | None = 512
-    """Number of each member's best ids whose similarities are used. The primary's other ids keep their logits, an
-    assistant's count nothing. None: all ids, which is exact and for small vocabularies."""
-
-    skip_on_agreement: bool = False
-    """Whether the primary's own distribution stands where all members' best entries are the same; greedy decoding
-    only."""
-
-    def __post_init__(self) -> None:
-        if self.variant not in get_args(DeepenVariant):
-            raise ConfigurationError(
-                f"`variant` has to be one of {', '.join(get_args(DeepenVariant))}, but is {self.variant!r}."
-            )
-        for name in ("num_anchors", "num_steps", "support"):
-            value = getattr(self, name)
-            if value is not None or name == "num_steps":
-                check_positive_integer(name, value)
-        if not isinstance(self.anchor_seed, int) or isinstance(self.anchor_seed, bool):
-            raise ConfigurationError(f"`anchor_seed` has to be an integer, but is {self.anchor_seed!r}.")
-        rate = self.learning_rate
-        if not (is_number(rate) and 0 < rate <= 1):
-            raise ConfigurationError(f"`learning_rate` has to be above 0 and at most 1, but is {rate!r}.")
-        if not isinstance(self.skip_on_agreement, bool):
-            raise ConfigurationError(f"`skip_on_agreement` has to be a bool, but is {self.skip_on_agreement!r}.")
-
-    @property
-    def greedy_only(self) -> str | None:
-        """Why these options allow neither sampling nor beams; None if they do."""
-        if self.variant == "paper":
-            return "the distribution of variant 'paper' is nearly flat and only ranks tokens"
-        if self.skip_on_agreement:
-            return "with `skip_on_agreement`, steps have the primary's distribution where members agree on the best"
-        return None
-
-
-@dataclass(frozen=True)
-class MinedConfig(MethodConfig):
-    """MinED: what an assistant says counts for the primary's entries that are spelled most alike. It has no options."""
-
-    name: ClassVar[str] = "mined"
-
-    def check_members(self, num_members: int) -> None:
-        """Check that its maps can be built.
-
-        Raises:
-            ConfigurationError: If `rapidfuzz` is not installed.
-        """
-        try:
-            import rapidfuzz  # noqa: F401
-        except ImportError as error:
-            raise ConfigurationError(
-                "method 'mined' computes edit distances with `rapidfuzz`, which is not installed: "
-                '`pip install "hf_ensemble[mined]"` or `pip install rapidfuzz`.'
-            ) from error
-
-
-@dataclass(frozen=True)
-class EvaConfig(MethodConfig):
-    """EVA: what an assistant says counts for the primary's entries whose output embeddings are most alike."""
-
-    name: ClassVar[str] = "eva"
-
-    neighbours: int = 10
-    """Number of nearest entries that an entry's similarities are scaled by, and most of the primary's entries that one
-    of an assistant's counts for."""
-
-    min_similarity: float = 0.1
-    """Least similarity with which one entry counts for another."""
-
-    top_k: int = 320
-    """Number of entries that each member proposes at a step; a smaller vocabulary proposes all it has."""
-
-    filter_top_k: int = 5
-    """A member sits a step out if its best entry is not among this many best of any other."""
-
-    def __post_init__(self) -> None:
-        for name in ("neighbours", "top_k", "filter_top_k"):
-            check_positive_integer(name, getattr(self, name))
-        least = self.min_similarity
-        if not (is_number(least) and 0 < least < math.inf):
-            raise ConfigurationError(f"`min_similarity` has to be a positive number, but is {least!r}.")
-
-
-SpanScore = Literal["perplexity", "bits_per_byte"]
-
-
-@dataclass(frozen=True)
-class SweetSpanConfig(MethodConfig):
-    """SweetSpan: members propose spans of words, score one another's, and the best is kept."""
-
-    name: ClassVar[str] = "sweetspan"
-
-    decides: ClassVar[str] = "spans"
-
-    span_length: int = 4
-    """Number of words in a span."""
-
-    filter_ratio: float = 10.0
-    """λ: a span's highest and lowest scores are dropped if the one is more than λ times the other; three members or
-    more."""
-
-    score: SpanScore = "perplexity"
-    """`"perplexity"` (over each member's own tokens, as in the paper) or `"bits_per_byte"` (which does not depend on how
-    finely a member cuts the text)."""
-
-    max_span_tokens: int | None = None
-    """Most tokens of a member in one span, the one that shows its completion included. None: 16 times `span_length`."""
-
-    def __post_init__(self) -> None:
-        check_positive_integer("span_length", self.span_length)
-        if self.max_span_tokens is not None:
-            check_positive_integer("max_span_tokens", self.max_span_tokens)
-        if self.max_span_tokens is not None and self.max_span_tokens < self.span_length:
-            raise ConfigurationError(
-                f"`max_span_tokens` has to be at least `span_length`, but is {self.max_span_tokens} for "
-                f"{self.span_length} words."
-            )
-        ratio = self.filter_ratio
-        if not (is_number(ratio) and ratio >= 0):
-            raise ConfigurationError(f"`filter_ratio` has to be a number of at least 0, but is {ratio!r}.")
-        if self.score not in get_args(SpanScore):
-            raise ConfigurationError(
-                f"`score` has to be one of {', '.join(get_args(SpanScore))}, but is {self.score!r}."
-            )
-
-    @property
-    def token_limit(self) -> int:
-        """`max_span_tokens`, or its default."""
-        return 16 * self.span_length if self.max_span_tokens is None else self.max_span_tokens
-
-
-METHODS: dict[str, type[MethodConfig]] = {
-    config.name: config for config in (GacConfig, UniteConfig, DeepenConfig, MinedConfig, EvaConfig, SweetSpanConfig)
-}
+METHODS: dict[str, type[MethodConfig]] = {}
+"""The options of every method by its name; a method's file puts its own here."""
 
 
 def method_config(method: "str | MethodConfig | dict[str, Any]") -> MethodConfig:
@@ -353,8 +143,8 @@ def method_config(method: "str | MethodConfig | dict[str, Any]") -> MethodConfig
     """
     if isinstance(method, MethodConfig):
         return method
-    options = dict(method) if isinstance(method, dict) else {}
-    name = options.pop("name", None) if isinstance(method, dict) else method
+    options = dict(method) if isinstance(method, dict) else {"name": method}
+    name = options.pop("name", None)
     if name not in METHODS:
         own = (
             " A method of your own has to be in `hf_ensemble.config.METHODS` first."

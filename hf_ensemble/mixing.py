@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 128
+_TINY = torch.finfo(torch.float32).tiny
 
 
 class Duplicates(NamedTuple):
@@ -126,6 +127,18 @@ def log_normalizer(logits: Tensor) -> Tensor:
     best = logits.amax(-1, keepdim=True)
     # `torch.logsumexp` is a chain of more kernels, and `log_softmax` leaves a row to one of a GPU's many processors.
     return (logits - best).exp_().sum(-1).log_() + best[:, 0]
+
+
+def normalize_(probs: Tensor) -> Tensor:
+    """Divide every row by its sum, in place. A row without any mass stays so: nothing is left there to choose from.
+
+    Args:
+        probs: Not negative, of shape `(batch_size, width)`; changed in place.
+
+    Returns:
+        `probs`.
+    """
+    return probs.div_(probs.sum(-1, keepdim=True).clamp_min_(_TINY))
 
 
 def fold(logprobs: Tensor, first_ids: Tensor, width: int) -> Tensor:

@@ -7,7 +7,6 @@ import torch
 
 from ..config import MethodConfig
 from ..members.member import Member
-from ..methods import build_method
 from ..methods.base import TokenMethod, eos_ids_of
 from ..vocabulary.union import UnionVocabulary
 from .speculation.draft_length import DraftLength
@@ -53,7 +52,7 @@ class Kept:
         if method is None or method.is_stale:
             if len(self._methods) >= _MAX_METHODS:
                 self._methods.clear()
-            method = build_method(config, self.members, self.union, eos_ids_of(self.members, eos_ids), device)
+            method = config.build(self.members, self.union, eos_ids_of(self.members, eos_ids), device)
             self._methods[key] = method
         return method
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from ..config import SweetSpanConfig
+from ..methods.sweetspan import SweetSpanConfig
 from ..vocabulary.token_bytes import TokenBytes
 from ..vocabulary.words import Span, read_span
 

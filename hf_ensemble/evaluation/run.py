@@ -10,15 +10,14 @@ from transformers.utils import logging
 
 from ..config import (
     EnsembleConfig,
-    GacConfig,
     MethodConfig,
-    SweetSpanConfig,
     check_positive_integer,
     method_config,
     normalize_weights,
 )
 from ..dev_set import run_batches
 from ..errors import ConfigurationError
+from ..methods import GacConfig
 from ..model import EnsembleForCausalLM
 from ..state_file import StateFile, describe_generation_config, describe_member, hash_of
 from .results import MEASURES, Evaluation, Outcomes, System
@@ -50,9 +49,9 @@ class _Runner:
     def label(self, work: Work, evaluation_set: EvaluationSet, max_new_tokens: int) -> dict[str, Any]:
         """What the outcome of an example depends on, beside the example and the members."""
         method: MethodConfig = self.method
-        if work == "score" and isinstance(method, SweetSpanConfig):
+        if work == "score" and method.decides == "spans":
             # The score of a text is the mean over the members, whatever the options.
-            method = SweetSpanConfig()
+            method = type(method)()
         who = {"method": method.to_dict(), "weights": self.weights} if self.member is None else {"member": self.member}
         if work == "score":
             return {"work": work, **who}

@@ -1,7 +1,7 @@
 """What every token-level method works with: index maps on the device, and the one thing it computes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,8 +37,15 @@ class Mixed:
 class MemberMaps:
     """One member's index maps as tensors on the device where the mixing happens.
 
+    Args:
+        union: The union vocabulary of the members.
+        index: Number of the member; 0 is the primary.
+        eos_ids: Its ids that end a text.
+        device: Where the maps are put.
+
     Attributes:
         mask: 0 for ids that take part and `-inf` for the others, of shape `(vocab_size,)`.
+        takes_all: Whether all ids take part.
         eos_ids: Its EOS ids that are control tokens, of shape `(num_eos,)`.
         duplicates: Its ids that stand for the same entry; EOS, which has its first EOS id, included.
         to_union: Union id of each id, of shape `(vocab_size,)`; `union_size` for EOS, -1 for ids that take no part.
@@ -86,8 +93,8 @@ class MemberMaps:
 class TokenMethod(ABC):
     """A token-level method for one set of members: turns their logits of a step into one distribution.
 
-    Subclasses must minimally implement `mix`, and say how assistants follow the text (`resync`) and whether columns
-    beyond the primary's vocabulary come back (`is_wide`).
+    A subclass implements `mix` and says how assistants follow the text (`resync`) and whether columns beyond the
+    primary's vocabulary come back (`is_wide`); where it differs from the defaults, the other attributes too.
 
     Args:
         union: The union vocabulary of the members.
@@ -101,10 +108,11 @@ class TokenMethod(ABC):
     """Whether `mix` does the same kernels at every step, with no look at the host, so that a CUDA graph can hold it."""
     reads_first_ids: bool = False
     """Whether an entry that a member lacks counts as the first id with which it would write it."""
-    proposes_few: bool = False
-    """Whether `mix` gives mass only to entries that members propose or that a cut-off leaves."""
     starts_from_primary: bool = False
     """Whether `mix` needs the primary's logits even where the primary's weight is 0."""
+    proposes_few: bool = False
+    """Whether `mix` gives mass only to entries that members propose or that a cut-off leaves, so that constraints may leave
+    none of them."""
 
     def __init__(self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device):
         self.union = union
@@ -112,6 +120,8 @@ class TokenMethod(ABC):
         self.maps = [MemberMaps(union, index, ids, device) for index, ids in enumerate(eos_ids)]
         self.captured_mixes: list[Captured] = []
         """Graphs of `mix` that no call uses just now."""
+        self.average: TokenMethod | None = None
+        """What averages the members' whole distributions beside this method; kept once it is made (`Gac.beside`)."""
 
     @abstractmethod
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
@@ -146,6 +156,7 @@ class TokenMethod(ABC):
     def forget(self) -> None:
         """Give back memory of what can be made again, when another method is used."""
         self.captured_mixes.clear()
+        self.average = None
 
     @cached_property
     def first_ids_beyond_primary(self) -> Tensor:
@@ -159,22 +170,58 @@ class TokenMethod(ABC):
         return (self.maps[0].first_id[self.union.primary_size : -1] < 0).nonzero()[:, 0] + self.union.primary_size
 
     def primary_ids(self, columns: Tensor) -> Tensor:
-        """The primary's id that each of these columns is written with first."""
+        """The primary's id that each of some columns is written with first.
+
+        Args:
+            columns: Union ids, of any shape.
+
+        Returns:
+            Of the same shape; -1 for what the primary cannot write.
+        """
         first = self.maps[0].first_id[columns]
         # EOS ids, the primary's control tokens, are no entries but stand under their own numbers.
         return torch.where(columns < self.union.primary_size, columns, first)
 
+    def taking_part(self, logits: Sequence[Tensor | None], normalizers: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Go through the members that take part in a step, one at a time.
+
+        Args:
+            logits: As for `mix`.
+            normalizers: Zeros of shape `(batch_size, num_members)`, in which every member's logsumexp is put.
+
+        Yields:
+            Its number, and its logits with ids that take no part at `-inf`, of shape `(batch_size, vocab_size)`.
+        """
+        for index, own in enumerate(logits):
+            if own is not None:
+                masked = self.masked(own, index)
+                normalizers[:, index] = log_normalizer(masked)
+                yield index, masked
+
     def masked(self, logits: Tensor, member: int) -> Tensor:
-        """Set the logits of ids that take no part to `-inf`."""
+        """Set the logits of ids that take no part to `-inf`.
+
+        Args:
+            logits: The member's, of shape `(batch_size, vocab_size)`.
+            member: Its number.
+
+        Returns:
+            Of the same shape; `logits` itself where all ids take part.
+        """
         maps = self.maps[member]
         return logits if maps.takes_all else logits + maps.mask
 
 
 def versions_of(weights: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """What changes when somebody moves, casts, replaces or trains these weights."""
+    """What changes when somebody moves, casts, replaces or trains some weights; to be compared, no more."""
     return [(w.data_ptr(), w.dtype, w.device, 0 if w.is_inference() else w._version) for w in weights]
 
 
 def eos_ids_of(members: Sequence[Member], primary_eos_ids: Sequence[int]) -> list[list[int]]:
-    """The ids that end a text for each member: those of the call for the primary, its own for an assistant."""
+    """The ids that end a text for each member: those of the call for the primary, its own for an assistant.
+
+    Args:
+        members: The members; the first is the primary.
+        primary_eos_ids: Those of the call.
+    """
     return [list(primary_eos_ids), *(member.eos_token_ids for member in members[1:])]

@@ -3,16 +3,18 @@
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..config import DeepenConfig
+from ..config import METHODS, MethodConfig, check_positive_integer, is_number
 from ..errors import ConfigurationError, VocabularyError
 from ..members.cuda_graphs import Captured
-from ..mixing import log_normalizer, merge_duplicates, put_eos, top_entries
+from ..members.member import Member
+from ..mixing import merge_duplicates, put_eos, top_entries
 from ..vocabulary.anchors import AnchorTokens
 from ..vocabulary.context import Resync
 from ..vocabulary.relative import RelativeRows, TakenRows, inverse_norms
@@ -28,6 +30,76 @@ _TINY = 1e-30
 
 _HELD_BYTES = 256 * 2**20
 """Most memory of the rows of one member that a part of a batch works with, unless one row of the batch needs more."""
+
+
+DeepenVariant = Literal["released", "paper"]
+
+
+@dataclass(frozen=True)
+class DeepenConfig(MethodConfig):
+    """DeePEn: mixing in the space of similarities to anchor tokens."""
+
+    name: ClassVar[str] = "deepen"
+
+    variant: DeepenVariant = "released"
+    """`"released"` (the published code: AdamW on logits) or `"paper"` (its equations: gradient steps on probabilities;
+    greedy decoding only)."""
+
+    num_anchors: int | None = None
+    """Number of anchors, drawn from the entries that all members have. None, or more than there are: all of them."""
+
+    anchor_seed: int = 0
+    """Seed of the draw."""
+
+    learning_rate: float = 0.15
+    """η: rate of the search; the paper tries 0.05 to 0.30."""
+
+    num_steps: int = 5
+    """T: steps of the search."""
+
+    support: int | None = 512
+    """Number of each member's best ids whose similarities are used. The primary's other ids keep their logits, an
+    assistant's count nothing. None: all ids, which is exact and for small vocabularies."""
+
+    skip_on_agreement: bool = False
+    """Whether the primary's own distribution stands where all members' best entries are the same; greedy decoding
+    only."""
+
+    def __post_init__(self) -> None:
+        if self.variant not in get_args(DeepenVariant):
+            raise ConfigurationError(
+                f"`variant` has to be one of {', '.join(get_args(DeepenVariant))}, but is {self.variant!r}."
+            )
+        check_positive_integer("num_steps", self.num_steps)
+        for name in ("num_anchors", "support"):
+            if getattr(self, name) is not None:
+                check_positive_integer(name, getattr(self, name))
+        if not isinstance(self.anchor_seed, int) or isinstance(self.anchor_seed, bool):
+            raise ConfigurationError(f"`anchor_seed` has to be an integer, but is {self.anchor_seed!r}.")
+        rate = self.learning_rate
+        if not (is_number(rate) and 0 < rate <= 1):
+            raise ConfigurationError(f"`learning_rate` has to be above 0 and at most 1, but is {rate!r}.")
+        if not isinstance(self.skip_on_agreement, bool):
+            raise ConfigurationError(f"`skip_on_agreement` has to be a bool, but is {self.skip_on_agreement!r}.")
+
+    @property
+    def greedy_only(self) -> str | None:
+        """Why these options allow neither sampling nor beams; None if they do."""
+        if self.variant == "paper":
+            return "the distribution of variant 'paper' is nearly flat and only ranks tokens"
+        if self.skip_on_agreement:
+            return "with `skip_on_agreement`, steps have the primary's distribution where members agree on the best"
+        return None
+
+    def build(
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+    ) -> TokenMethod:
+        """Build the method; see `MethodConfig.build`."""
+        embeddings = [member.model.get_input_embeddings() for member in members]
+        return Deepen(union, eos_ids, device, embeddings, self)
+
+
+METHODS[DeepenConfig.name] = DeepenConfig
 
 
 class Deepen(TokenMethod):
@@ -72,18 +144,19 @@ class Deepen(TokenMethod):
         self.anchors = AnchorTokens(union, config.num_anchors, config.anchor_seed)
         self._embeddings = list(embeddings)
         self._versions = self._versions_of_embeddings()
-        with _turns.take(self._devices()):
+        with _turn(self._devices()):
             self._build_rows()
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""
-        with _turns.take(self._devices()):
+        with _turn(self._devices()):
             if (versions := self._versions_of_embeddings()) != self._versions:
                 self._versions = versions
                 self._build_rows()
+            size = self._rows_at_once or len(weights)
             parts = [
-                self._mix_part([None if one is None else one[some] for one in logits], weights[some])
-                for some in _slices(len(weights), self._rows_at_once)
+                self._mix_part([None if one is None else one[n : n + size] for one in logits], weights[n : n + size])
+                for n in range(0, len(weights), size)
             ]
         logprobs, normalizers = zip(*parts, strict=True)
         return Mixed(torch.cat(logprobs), torch.cat(normalizers))
@@ -91,15 +164,18 @@ class Deepen(TokenMethod):
     def forget(self) -> None:
         """Give the memory of the kept rows back; they are formed again when needed."""
         super().forget()
-        with _turns.take(self._devices()):
+        with _turn(self._devices()):
             for rows in self._rows:
                 rows.forget()
             self._drop_graphs()
 
+    # The rows of the relative representation
+
     def _build_rows(self) -> None:
         """Prepare every member's rows. Embeddings of zeros are masked, and no anchors."""
-        weights = [_checked_weight(module, index, len(self.maps[index].mask))
-                   for index, module in enumerate(self._embeddings)]  # fmt: skip
+        weights = [
+            _checked_weight(module, index, len(self.maps[index].mask)) for index, module in enumerate(self._embeddings)
+        ]
         ids = [torch.from_numpy(own).to(weight.device) for own, weight in zip(self.anchors.ids, weights, strict=True)]
         is_dead = [inverse_norms(weight) == 0 for weight in weights]
         lives = torch.stack([~dead[own].to(self.device) for dead, own in zip(is_dead, ids, strict=True)]).all(0)
@@ -139,43 +215,6 @@ class Deepen(TokenMethod):
     def _versions_of_embeddings(self) -> list[tuple[Any, ...]]:
         return versions_of([module.weight for module in self._embeddings])  # type: ignore[misc]
 
-    def _mix_part(self, logits: Sequence[Tensor | None], weights: Tensor) -> tuple[Tensor, ...]:
-        """Fuse rows of a batch whose supports fit the kept rows: log-probabilities and normalizers."""
-        counts, is_asked, *ids = self._captured_look(*logits, weights)
-        num_fused, *num_missing = counts.tolist()
-        if not num_fused:
-            return self._fuse(*logits, None, weights)
-        taking_part = [index for index, one in enumerate(logits) if one is not None]
-        for index, own_ids, num in zip(taking_part, ids, num_missing, strict=True):
-            self._keep(index, own_ids, is_asked[:, index], num)
-        return self._captured_fuse(*logits, is_asked[:, 0], weights, *ids)
-
-    def _look(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
-        """Find what a step needs, from `(*logits, weights)`.
-
-        Returns:
-            How many rows of the batch are fused, and how many ids of each member that takes part have no kept row; for
-            which members each row needs similarities, of shape `(batch_size, num_members)`; the ids of each member that
-            takes part, of shape `(batch_size, num_ids)`, or `(vocab_size,)` for all.
-        """
-        *logits, weights = arguments
-        assert weights is not None
-        masked = self._masked_all(logits)
-        is_fused = self._rows_to_fuse(masked, weights)
-        is_asked = is_fused[:, None] & (weights > 0)
-        is_asked[:, 0] = is_fused
-        counts, ids = [is_fused.sum()], []
-        for index, member_logits in masked.items():
-            rows, size = self._rows[index], self._sizes[index]
-            if size is None:
-                own = torch.arange(member_logits.shape[-1], device=self.device)
-            else:
-                own = top_entries(self._alive(member_logits, index), size)[1]
-            is_missing = rows.is_missing(own.to(rows.device)).to(self.device)
-            counts.append((is_missing & is_asked[:, index, None]).sum())
-            ids.append(own)
-        return torch.stack(counts), is_asked, *ids
-
     def _keep(self, index: int, ids: Tensor, is_asked: Tensor, num_missing: int) -> None:
         """Form the rows of some ids that one member lacks, unless they are so many that they are formed at each use."""
         rows = self._rows[index]
@@ -190,8 +229,42 @@ class Deepen(TokenMethod):
             ids = (ids if ids.ndim == 1 else ids[is_asked].unique()).to(rows.device)
             rows.keep(ids, int(rows.is_missing(ids).sum()))
 
-    def _masked_all(self, logits: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        return {index: self.masked(one, index) for index, one in enumerate(logits) if one is not None}
+    # One step
+
+    def _mix_part(self, logits: Sequence[Tensor | None], weights: Tensor) -> tuple[Tensor, ...]:
+        """Fuse rows of a batch whose supports fit the kept rows: log-probabilities and normalizers."""
+        counts, is_asked, *ids = self._captured_look(weights, *logits)
+        num_fused, *num_missing = counts.tolist()
+        if not num_fused:
+            return self._fuse(None, weights, *logits)
+        taking_part = [index for index, one in enumerate(logits) if one is not None]
+        for index, own, num in zip(taking_part, ids, num_missing, strict=True):
+            self._keep(index, own, is_asked[:, index], num)
+        return self._captured_fuse(is_asked[:, 0], weights, *logits, *ids)
+
+    def _look(self, weights: Tensor, *logits: Tensor | None) -> tuple[Tensor, ...]:
+        """Find what a step needs.
+
+        Returns:
+            How many rows of the batch are fused, and how many ids of each member that takes part have no kept row; for
+            which members each row needs similarities, of shape `(batch_size, num_members)`; the ids of each member that
+            takes part, of shape `(batch_size, num_ids)`, or `(vocab_size,)` for all.
+        """
+        masked = {index: self.masked(one, index) for index, one in enumerate(logits) if one is not None}
+        is_fused = self._rows_to_fuse(masked, weights)
+        is_asked = is_fused[:, None] & (weights > 0)
+        is_asked[:, 0] = is_fused
+        counts, ids = [is_fused.sum()], []
+        for index, member_logits in masked.items():
+            rows, size = self._rows[index], self._sizes[index]
+            if size is None:
+                own = torch.arange(member_logits.shape[-1], device=self.device)
+            else:
+                own = top_entries(self._alive(member_logits, index), size)[1]
+            is_missing = rows.is_missing(own.to(rows.device)).to(self.device)
+            counts.append((is_missing & is_asked[:, index, None]).sum())
+            ids.append(own)
+        return torch.stack(counts), is_asked, *ids
 
     def _alive(self, masked: Tensor, index: int) -> Tensor:
         return masked.index_fill(-1, self._dead_ids[index], -torch.inf)
@@ -209,66 +282,66 @@ class Deepen(TokenMethod):
             is_fused &= ~torch.stack(agrees).all(0)
         return is_fused
 
-    def _fuse(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
-        """Fuse a step, from `(*logits, is_fused, weights, *ids)`.
+    def _fuse(self, is_fused: Tensor | None, weights: Tensor, *logits_and_ids: Any) -> tuple[Tensor, ...]:
+        """Fuse a step.
 
-        Rows that are not fused are the primary's own; so are all if `is_fused` is None, and then no ids are needed.
+        Args:
+            is_fused: Which rows are fused, of shape `(batch_size,)`; the others are the primary's own. None: no row.
+            weights: Of shape `(batch_size, num_members)`.
+            logits_and_ids: The logits, one a member as in `mix`; then, unless `is_fused` is None, the ids that `_look`
+                found.
 
         Returns:
             Log-probabilities and normalizers, as in `Mixed`.
         """
         num_members = len(self.maps)
-        logits, (is_fused, weights), ids = (
-            arguments[:num_members], arguments[num_members : num_members + 2], arguments[num_members + 2 :],
-        )  # fmt: skip
-        primary = logits[0]
-        assert primary is not None
-        assert weights is not None
-        masked = self._masked_all(logits)
-        normalizers = primary.new_zeros(len(weights), num_members)
-        for index, member_logits in masked.items():
-            normalizers[:, index] = log_normalizer(member_logits)
+        logits, ids = logits_and_ids[:num_members], logits_and_ids[num_members:]
+        normalizers = torch.zeros_like(weights)
+        masked = dict(self.taking_part(logits, normalizers))
         fused = masked[0]
         if is_fused is not None:
-            taking_part = {
-                index: (masked[index], own) for index, own in zip(masked, ids, strict=True) if own is not None
-            }
-            fused = torch.where(is_fused[:, None], self._searched(taking_part, weights), fused)
-        return self._pooled(fused, primary), normalizers
+            fused = torch.where(is_fused[:, None], self._searched(masked, ids, weights), fused)
+        return self._pooled(fused, logits[0]), normalizers
 
-    def _searched(self, taking_part: dict[int, tuple[Tensor, Tensor]], weights: Tensor) -> Tensor:
+    def _searched(self, masked: dict[int, Tensor], ids: Sequence[Tensor], weights: Tensor) -> Tensor:
         """The primary's logits after the search, `-inf` for ids that take no part.
 
         Args:
-            taking_part: For members that take part their logits and the ids of their support.
+            masked: The logits of the members that take part, of shape `(batch_size, vocab_size)`.
+            ids: The ids of their supports.
             weights: Of shape `(batch_size, num_members)`.
         """
-        target = weights.new_zeros(weights.shape[0], self._num_anchors)
-        for index in reversed(taking_part):  # the primary last: its rows are needed on
-            masked, ids = taking_part[index]
-            alive = self._alive(masked, index)
-            support = _Support(alive, self._rows[index], ids)
-            relative = support.combine(support.logits.softmax(-1))
+        target = weights.new_zeros(len(weights), self._num_anchors)
+        # The primary is the last, since its rows are needed further on.
+        for index, own in reversed([*zip(masked, ids, strict=True)]):
+            alive = self._alive(masked[index], index)
+            start = alive if own.ndim == 1 else alive.gather(1, own)
+            rows = self._rows[index].take(own)
+            relative = rows.combine(start.softmax(-1))
             weight = weights[:, index, None]
             # A member that sits out a row may have no number there.
             target += torch.where(weight > 0, weight * relative, 0.0)
-        if self.config.variant == "released":
-            return self._search_logits(alive, support, relative, target)
-        return self._search_probs(alive, support, relative, target)
+        search = self._search_logits if self.config.variant == "released" else self._search_probs
+        found, outside = search(alive, start, rows, relative, target)
+        return found if own.ndim == 1 else outside.scatter_(1, own, found)
 
-    def _search_logits(self, alive: Tensor, support: "_Support", relative: Tensor, target: Tensor) -> Tensor:
+    # The searches, for the logits of the support, of shape (B, num_ids), and of all ids, of which the others' count
+
+    def _search_logits(
+        self, alive: Tensor, start: Tensor, rows: TakenRows, relative: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The search of the published code: AdamW on the logits, under a loss averaged over the anchors."""
         # A constant on the logits changes nothing, the weight decay included.
-        top = support.logits.amax(-1, keepdim=True)
-        logits = support.logits - top
+        top = start.amax(-1, keepdim=True)
+        logits = start - top
         mean, square = torch.zeros_like(logits), torch.zeros_like(logits)
         total_decay = 1.0
         for step in range(self.config.num_steps):
             probs = logits.softmax(-1)
             if step:
-                relative = support.combine(probs)
+                relative = rows.combine(probs)
             # dKL/dlogits = p (1 - R r/(pR)), and rows of R sum to 1.
-            ascent = support.compare((relative - target) / relative.clamp_min(_TINY))
+            ascent = rows.compare((relative - target) / relative.clamp_min(_TINY))
             gradient = probs * ascent / self._num_anchors
             mean = mean.lerp(gradient, 1 - _BETAS[0])
             square = square.mul(_BETAS[1]).addcmul(gradient, gradient, value=1 - _BETAS[1])
@@ -277,18 +350,19 @@ class Deepen(TokenMethod):
             length = (square / (1 - _BETAS[1] ** (step + 1))).sqrt() + _EPS
             logits = logits * decay - rate / (1 - _BETAS[0] ** (step + 1)) * mean / length
             total_decay *= decay
-        return support.put(logits, (alive - top) * total_decay)
+        return logits, (alive - top) * total_decay
 
-    def _search_probs(self, alive: Tensor, support: "_Support", relative: Tensor, target: Tensor) -> Tensor:
+    def _search_probs(
+        self, alive: Tensor, start: Tensor, rows: TakenRows, relative: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The search of the paper: plain gradient steps on the probabilities."""
-        probs = support.logits.softmax(-1)
+        probs = start.softmax(-1)
         for step in range(self.config.num_steps):
             if step:
-                relative = support.combine(probs)
-            probs = probs + self.config.learning_rate * support.compare(target / relative.clamp_min(_TINY))
-            probs = torch.where(support.logits > -torch.inf, probs, 0.0)
-        outside = alive - support.logits.logsumexp(-1, keepdim=True)
-        return support.put(probs.clamp_min(0).log(), outside)
+                relative = rows.combine(probs)
+            probs = probs + self.config.learning_rate * rows.compare(target / relative.clamp_min(_TINY))
+            probs = torch.where(start > -torch.inf, probs, 0.0)
+        return probs.clamp_min(0).log(), alive - start.logsumexp(-1, keepdim=True)
 
     def _rate(self, step: int) -> float:
         """Cosine annealing from the learning rate to a quarter of it."""
@@ -304,61 +378,31 @@ class Deepen(TokenMethod):
         return probs.log_()
 
 
-class _Support:
-    """The ids of each row for which rows of the relative representation are used, and the products with them.
+_turns = threading.Lock()
+_last_turn: dict[torch.device, torch.cuda.Event] = {}
 
-    Attributes:
-        logits: Of shape `(batch_size, num_ids)`.
+
+@contextmanager
+def _turn(devices: set[torch.device]) -> Iterator[None]:
+    """Let one step at a time form and read kept rows: on the host, and on GPUs, whose streams may differ.
+
+    Products are in float32 whatever the caller's autocast, since kept rows outlive it.
     """
-
-    def __init__(self, logits: Tensor, rows: RelativeRows, ids: Tensor):
-        self._ids = ids
-        self.logits = logits if ids.ndim == 1 else logits.gather(1, ids)
-        shared = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
-        self._taken: TakenRows = rows.take(shared.to(rows.device))
-
-    def combine(self, probs: Tensor) -> Tensor:
-        """`p R`: from `(batch_size, num_ids)` to `(batch_size, num_anchors)`."""
-        return self._taken.combine(probs)
-
-    def compare(self, weights: Tensor) -> Tensor:
-        """`R x`: from `(batch_size, num_anchors)` to `(batch_size, num_ids)`."""
-        return self._taken.compare(weights)
-
-    def put(self, values: Tensor, into: Tensor) -> Tensor:
-        """Write values of shape `(batch_size, num_ids)` at their ids into `(batch_size, vocab_size)`, in place."""
-        return values if self._ids.ndim == 1 else into.scatter_(1, self._ids, values)
-
-
-class _Turns:
-    """Lets one step at a time form and read kept rows: on the host, and on the GPU where streams differ."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last: dict[torch.device, torch.cuda.Event] = {}
-
-    @contextmanager
-    def take(self, devices: set[torch.device]) -> Iterator[None]:
-        with self._lock:
-            streams = {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"}
-            for device, stream in streams.items():
-                if device in self._last:
-                    stream.wait_event(self._last[device])
-            try:
-                # Buffers live longer than a call, so they must not be tied to its inference mode.
-                with torch.inference_mode(False), torch.no_grad():
-                    yield
-            finally:
-                for device, stream in streams.items():
-                    self._last[device] = stream.record_event()
-
-
-_turns = _Turns()
-
-
-def _slices(length: int, size: int | None) -> list[slice]:
-    size = size or max(1, length)
-    return [slice(start, start + size) for start in range(0, length, size)]
+    with ExitStack() as stack:
+        stack.enter_context(_turns)
+        for kind in filter(torch.amp.is_autocast_available, {device.type for device in devices}):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        # Buffers live longer than a call, so they must not be tied to its inference mode.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        streams = {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"}
+        for device, stream in streams.items():
+            if device in _last_turn:
+                stream.wait_event(_last_turn[device])
+        try:
+            yield
+        finally:
+            _last_turn.update({device: stream.record_event() for device, stream in streams.items()})
 
 
 def _checked_weight(module: nn.Module, member: int, vocab_size: int) -> Tensor:

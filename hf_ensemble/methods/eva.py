@@ -1,17 +1,62 @@
 """EVA: the weighted average after entries have been moved to the primary's whose output embeddings are most alike."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..config import METHODS, MethodConfig, check_positive_integer, is_number
 from ..errors import ConfigurationError
 from ..members.member import Member
-from ..mixing import log_normalizer, merge_duplicates, top_entries
+from ..mixing import merge_duplicates, normalize_, top_entries
 from ..vocabulary.alignment import load_or_build_similar
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
 from .base import Mixed, TokenMethod, versions_of
+
+
+@dataclass(frozen=True)
+class EvaConfig(MethodConfig):
+    """EVA: what an assistant says counts for the primary's entries whose output embeddings are most alike."""
+
+    name: ClassVar[str] = "eva"
+
+    neighbours: int = 10
+    """Number of nearest entries that an entry's similarities are scaled by, and most of the primary's entries that one
+    of an assistant's counts for."""
+
+    min_similarity: float = 0.1
+    """Least similarity with which one entry counts for another."""
+
+    top_k: int = 320
+    """Number of entries that each member proposes at a step; a smaller vocabulary proposes all it has."""
+
+    filter_top_k: int = 5
+    """A member sits a step out if its best entry is not among this many best of any other."""
+
+    def __post_init__(self) -> None:
+        for name in ("neighbours", "top_k", "filter_top_k"):
+            check_positive_integer(name, getattr(self, name))
+        least = self.min_similarity
+        if not (is_number(least) and 0 < least < math.inf):
+            raise ConfigurationError(f"`min_similarity` has to be a positive number, but is {least!r}.")
+
+    def build(
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+    ) -> TokenMethod:
+        """Build the method; see `MethodConfig.build`."""
+
+        def output_embeddings() -> list[Tensor]:
+            return [output_embeddings_of(member) for member in members]
+
+        return Eva(union, eos_ids, device, output_embeddings, **dataclasses.asdict(self))
+
+
+METHODS[EvaConfig.name] = EvaConfig
 
 
 class Eva(TokenMethod):
@@ -73,8 +118,7 @@ class Eva(TokenMethod):
                 columns, shares = (torch.as_tensor(array, device=device) for array in arrays)
             is_eos = torch.zeros_like(columns, dtype=torch.bool)
             is_eos[:, 0] = maps.to_union == len(union)
-            has_column = is_eos if self.maps[0].eos_ids.numel() else torch.zeros_like(is_eos)
-            has_column = has_column | (~is_eos & (columns >= 0))
+            has_column = torch.where(is_eos, self.maps[0].eos_ids.numel() > 0, columns >= 0)
             self._columns_of.append(torch.where(is_eos, union.primary_size, columns.clamp_min(0)))
             self._shares_of.append(torch.where(is_eos, 1.0, shares) * has_column)
 
@@ -89,13 +133,9 @@ class Eva(TokenMethod):
         assert primary is not None
         eos_ids = self.maps[0].eos_ids
         eos = eos_ids[primary[:, eos_ids].argmax(-1)][:, None, None] if eos_ids.numel() else 0  # (B, 1, 1)
-        normalizers = primary.new_zeros(primary.shape[0], len(logits))
+        normalizers = torch.zeros_like(weights)
         moved: dict[int, Tensor] = {}
-        for index, member_logits in enumerate(logits):
-            if member_logits is None:
-                continue
-            member_logits = self.masked(member_logits, index)
-            normalizers[:, index] = log_normalizer(member_logits)
+        for index, member_logits in self.taking_part(logits, normalizers):
             entries = merge_duplicates(member_logits, self.maps[index].duplicates)
             values, ids = top_entries(entries, min(self.top_k, entries.shape[-1]))  # (B, k)
             shares = values.softmax(-1)[..., None] * self._shares_of[index][ids]  # (B, k, neighbours)
@@ -107,7 +147,7 @@ class Eva(TokenMethod):
         fused = torch.zeros_like(primary)
         for index, probs in moved.items():
             fused.addcmul_(probs, kept[:, index, None])
-        fused /= fused.sum(-1, keepdim=True)
+        normalize_(fused)
         # The caller weighs the normalizers with `weights`; they shall count as the members do here.
         return Mixed(fused.log_(), torch.where(weights > 0, normalizers * kept / weights, normalizers))
 

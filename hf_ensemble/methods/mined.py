@@ -1,15 +1,50 @@
 """MinED: the weighted average after every entry has been moved to the primary's that is spelled most alike."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..mixing import log_normalizer, put_eos
+from ..config import METHODS, MethodConfig
+from ..errors import ConfigurationError
+from ..members.member import Member
+from ..mixing import normalize_, put_eos
 from ..vocabulary.alignment import load_or_build_nearest
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
 from .base import Mixed, TokenMethod
+
+
+@dataclass(frozen=True)
+class MinedConfig(MethodConfig):
+    """MinED: what an assistant says counts for the primary's entries that are spelled most alike. It has no options."""
+
+    name: ClassVar[str] = "mined"
+
+    def check_members(self, num_members: int) -> None:
+        """Check that its maps can be built.
+
+        Raises:
+            ConfigurationError: If `rapidfuzz` is not installed.
+        """
+        try:
+            import rapidfuzz  # noqa: F401
+        except ImportError as error:
+            raise ConfigurationError(
+                "method 'mined' computes edit distances with `rapidfuzz`, which is not installed: "
+                '`pip install "hf_ensemble[mined]"` or `pip install rapidfuzz`.'
+            ) from error
+
+    def build(
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+    ) -> TokenMethod:
+        """Build the method; see `MethodConfig.build`."""
+        return Mined(union, eos_ids, device)
+
+
+METHODS[MinedConfig.name] = MinedConfig
 
 
 class Mined(TokenMethod):
@@ -45,18 +80,14 @@ class Mined(TokenMethod):
         """Fuse one step; see `TokenMethod.mix`."""
         primary = logits[0]
         assert primary is not None
-        normalizers = primary.new_zeros(primary.shape[0], len(logits))
+        normalizers = torch.zeros_like(weights)
         fused = primary.new_zeros(primary.shape[0], self.union.primary_size + 1)
-        for index, member_logits in enumerate(logits):
-            if member_logits is None:
-                continue
-            member_logits = self.masked(member_logits, index)
-            normalizers[:, index] = log_normalizer(member_logits)
+        for index, member_logits in self.taking_part(logits, normalizers):
             probs = (member_logits - normalizers[:, index, None]).exp_().mul_(weights[:, index, None])
             fused.scatter_add_(1, self._column_of[index].expand_as(probs), probs)
         columns, eos_mass = fused[:, :-1], fused[:, -1]
         if self.maps[0].eos_ids.numel():
             put_eos(columns, eos_mass, primary, self.maps[0].eos_ids)
         else:
-            columns = columns / columns.sum(-1, keepdim=True)
+            normalize_(columns)
         return Mixed(columns.log(), normalizers)

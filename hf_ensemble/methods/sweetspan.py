@@ -1,13 +1,70 @@
-"""SweetSpan: how candidate spans are scored, filtered and chosen.
-
-From "Hit the Sweet Spot! Span-Level Ensemble for Large Language Models" (2024).
-"""
+"""SweetSpan: its options, and how candidate spans are scored, filtered and chosen."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
 
-from ..config import SpanScore
+from ..config import METHODS, MethodConfig, check_positive_integer, is_number
+from ..errors import ConfigurationError
+
+SpanScore = Literal["perplexity", "bits_per_byte"]
+
+
+@dataclass(frozen=True)
+class SweetSpanConfig(MethodConfig):
+    """SweetSpan: members propose spans of words, score one another's, and the best is kept.
+
+    Reference:
+        Xu, Chen, Wu and Zhang, "Hit the Sweet Spot! Span-Level Ensemble for Large Language Models"
+        (https://arxiv.org/abs/2409.18583).
+
+    Relations:
+        The other methods decide token by token, over distributions. Here members are compared by what they make of
+        whole words, so mixing weights do not enter; a member of weight 0 takes no part.
+    """
+
+    name: ClassVar[str] = "sweetspan"
+    decides: ClassVar[Literal["tokens", "spans"]] = "spans"
+
+    span_length: int = 4
+    """Number of words in a span."""
+
+    filter_ratio: float = 10.0
+    """λ: a span's highest and lowest scores are dropped if the one is more than λ times the other; three members or
+    more."""
+
+    score: SpanScore = "perplexity"
+    """`"perplexity"` (over each member's own tokens, as in the paper) or `"bits_per_byte"` (which does not depend on how
+    finely a member cuts the text)."""
+
+    max_span_tokens: int | None = None
+    """Most tokens of a member in one span, the one that shows its completion included. None: 16 times `span_length`."""
+
+    def __post_init__(self) -> None:
+        check_positive_integer("span_length", self.span_length)
+        if self.max_span_tokens is not None:
+            check_positive_integer("max_span_tokens", self.max_span_tokens)
+        if self.max_span_tokens is not None and self.max_span_tokens < self.span_length:
+            raise ConfigurationError(
+                f"`max_span_tokens` has to be at least `span_length`, but is {self.max_span_tokens} for "
+                f"{self.span_length} words."
+            )
+        ratio = self.filter_ratio
+        if not (is_number(ratio) and ratio >= 0):
+            raise ConfigurationError(f"`filter_ratio` has to be a number of at least 0, but is {ratio!r}.")
+        if self.score not in get_args(SpanScore):
+            raise ConfigurationError(
+                f"`score` has to be one of {', '.join(get_args(SpanScore))}, but is {self.score!r}."
+            )
+
+    @property
+    def token_limit(self) -> int:
+        """`max_span_tokens`, or its default."""
+        return 16 * self.span_length if self.max_span_tokens is None else self.max_span_tokens
+
+
+METHODS[SweetSpanConfig.name] = SweetSpanConfig
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,45 @@
 """UniTE: mixing over the union of the members' few best entries."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..mixing import log_normalizer, merge_duplicates, put_eos, top_entries_of_each
+from ..config import METHODS, GatedConfig, MethodConfig, check_positive_integer
+from ..members.member import Member
+from ..mixing import log_normalizer, merge_duplicates, normalize_, put_eos, top_entries_of_each
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
 from .base import Mixed, TokenMethod
+
+
+@dataclass(frozen=True)
+class _TopKConfig(MethodConfig):
+    top_k: int = 10
+    """Number of entries that each member proposes at a step; a smaller vocabulary proposes all it has."""
+
+
+@dataclass(frozen=True)
+class UniteConfig(GatedConfig, _TopKConfig):  # the fields of the last base come first
+    """UniTE: mixing over the union of the members' best entries."""
+
+    name: ClassVar[str] = "unite"
+
+    def __post_init__(self) -> None:
+        check_positive_integer("top_k", self.top_k)
+        super().__post_init__()
+
+    def build(
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+    ) -> TokenMethod:
+        """Build the method; see `MethodConfig.build`."""
+        return Unite(union, eos_ids, device, top_k=self.top_k)
+
+
+METHODS[UniteConfig.name] = UniteConfig
 
 
 class Unite(TokenMethod):
@@ -91,7 +121,7 @@ class Unite(TokenMethod):
         fused = (probs * shares).sum(0)  # (B, M * k)
         written_as = self._written_as[keys]
         fused *= self._may_be_written[keys]
-        fused /= fused.sum(-1, keepdim=True)
+        normalize_(fused)
         columns = primary.new_zeros(primary.shape).scatter_add_(1, written_as, fused)
         # The logarithm of a whole row of zeros takes a CPU milliseconds.
         logprobs = torch.full_like(primary, -torch.inf)

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from ..decoding.call import Call
 from ..decoding.step_weights import StepWeights
+from ..recording.recorder import DecisionRecorder
 from ..scoring.pairs import Pair
 
 
@@ -67,9 +68,13 @@ class Mode(ABC):
         call: What the call works with.
     """
 
+    recorder: DecisionRecorder | None = None
+    """What records the decisions of the call; None if nothing does."""
+
     def __init__(self, call: Call):
         self.call = call
 
+    @abstractmethod
     def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
         """Refuse what cannot work in this mode, before anything runs.
 
@@ -107,7 +112,9 @@ class Mode(ABC):
         return loop.run()
 
     def fill(self, output: Any, settings: GenerationConfig) -> None:
-        """Put into an output object what the mode knows beside the ids."""
+        """Put into an output object what the mode knows beside the ids: here, the decisions."""
+        if self.recorder is not None:
+            output["decisions"] = self.recorder.decisions(output.sequences)
 
     @abstractmethod
     def score_batch(

@@ -1,6 +1,6 @@
 """The primary alone: its own `generate` runs as it is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,8 @@ from .base import Mode
 class PrimaryMode(Mode):
     """The primary has all the weight, and decides every token."""
 
-    _recorder: DecisionRecorder | None = None
+    def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+        """Nothing: what the primary can do by itself it can do here."""
 
     def processors(
         self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
@@ -30,24 +31,19 @@ class PrimaryMode(Mode):
             return stock
         ends = eos_ids_of(call.members[:1], end_ids(settings))[0]
         maps = MemberMaps(call.kept.union, 0, ends, prompt_ids.device)
-        self._recorder = DecisionRecorder(call.members, [maps], prompt_ids, prompt_mask, call.num_decision_entries)
-        return [PrimaryRecorder(self._recorder, len(call.members)), *stock]
+        self.recorder = DecisionRecorder(call.members, [maps], prompt_ids, prompt_mask, call.num_decision_entries)
+        return [PrimaryRecorder(self.recorder, len(call.members)), *stock]
 
     def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:
         """Let the recorder see what is written."""
-        if self._recorder is None:
+        if self.recorder is None:
             return stock
         return FollowingCriteriaList(stock, self._record)
 
     def _record(self, input_ids: Tensor, done: Tensor) -> Tensor:
-        assert self._recorder is not None
-        self._recorder.choose(input_ids[:, -1], done)
+        assert self.recorder is not None
+        self.recorder.choose(input_ids[:, -1], done)
         return done
-
-    def fill(self, output: Any, settings: GenerationConfig) -> None:
-        """Put in the decisions."""
-        if self._recorder is not None:
-            output["decisions"] = self._recorder.decisions(output.sequences)
 
     def score_batch(
         self, pairs: Sequence[Pair], weights: StepWeights, numbers: Sequence[int], end_ids: Sequence[int]

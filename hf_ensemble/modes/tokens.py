@@ -31,7 +31,6 @@ class TokenMode(Mode):
     """A token-level method decides every token."""
 
     _decoder: TokenDecoder
-    _recorder: DecisionRecorder | None = None
 
     def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
         """Refuse sampling and beams where the method's options allow neither."""
@@ -49,7 +48,7 @@ class TokenMode(Mode):
         method = call.method(settings)
         is_wide = not is_beam_search and not constraints and method.is_wide
         if call.num_decision_entries is not None:
-            self._recorder = DecisionRecorder(
+            self.recorder = DecisionRecorder(
                 call.members,
                 method.maps,
                 prompt_ids,
@@ -71,7 +70,7 @@ class TokenMode(Mode):
             runs_primary=self._primary_can_wait(settings, method),
             keep_rows=bool(settings.return_dict_in_generate and (settings.output_logits or settings.output_scores)),
             own_prompts=call.own_prompts,
-            recorder=self._recorder,
+            recorder=self.recorder,
             max_new_tokens=settings.max_length - prompt_ids.shape[1],
         )
         if prompt_mask is not None:
@@ -107,8 +106,7 @@ class TokenMode(Mode):
         output["num_forwards"] = self._decoder.num_forwards
         if settings.num_beams in (None, 1):
             output["share_ensembled"] = self._decoder.share_ensembled
-        if self._recorder is not None:
-            output["decisions"] = self._recorder.decisions(output.sequences)
+        super().fill(output, settings)
 
     def score_batch(
         self, pairs: Sequence[Pair], weights: StepWeights, numbers: Sequence[int], end_ids: Sequence[int]

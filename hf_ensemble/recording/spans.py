@@ -4,8 +4,8 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from ..config import SweetSpanConfig
 from ..decoding.spans.decoder import SpanDecoder, SpanRound
+from ..methods.sweetspan import SweetSpanConfig
 from .decisions import Decision, Decisions, Entry, MemberDecision, texts_of_pieces
 from .recorder import Namer, names_of, prompts_of
 

@@ -71,9 +71,13 @@ def load_or_build_similar(
     """
     digests = [_digest(weight) for weight in output_embeddings]
     key = _pair_key("eva", union, member, digests, neighbours, min_similarity)
-    arrays = load_or_build(
-        key, lambda: _build_similar(union, member, output_embeddings, neighbours, min_similarity, device)
-    )
+
+    def build() -> dict[str, np.ndarray]:
+        # What is stored must not depend on the caller's autocast.
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            return _build_similar(union, member, output_embeddings, neighbours, min_similarity, device)
+
+    arrays = load_or_build(key, build)
     return arrays["ids"], arrays["shares"]
 
 
@@ -121,10 +125,7 @@ def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.n
         unique = {text: n for n, text in enumerate(dict.fromkeys(spelled))}
         found, at = _nearest_texts(list(unique), spelled_among)
         back = np.array([unique[text] for text in spelled], dtype=np.int64)
-        found, at = found[back], among[at[back]]
-        better = (found < distances[queries]) | ((found == distances[queries]) & (at < places[queries]))
-        distances[queries] = np.where(better, found, distances[queries])
-        places[queries] = np.where(better, at, places[queries])
+        _put_nearer(distances, places, queries, found[back], among[at[back]])
 
     if is_text.any() and choice_is_text.any():
         known_texts = [text for text in choice_texts if text is not None]
@@ -140,6 +141,15 @@ def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.n
             spelled_among = [choices[n].decode("latin-1") for n in np.flatnonzero(among).tolist()]
             compare(np.flatnonzero(queries), spelled, np.flatnonzero(among), spelled_among)
     return places
+
+
+def _put_nearer(
+    distances: np.ndarray, places: np.ndarray, rows: np.ndarray, found: np.ndarray, at: np.ndarray
+) -> None:
+    """Put distances that were found for some rows, and their places, where they are nearer; of equals the first."""
+    better = (found < distances[rows]) | ((found == distances[rows]) & (at < places[rows]))
+    rows = rows[better]
+    distances[rows], places[rows] = found[better], at[better]
 
 
 def _decoded(entries: Sequence[bytes]) -> list[str | None]:
@@ -174,10 +184,8 @@ def _nearest_texts(queries: Sequence[str], choices: Sequence[str]) -> tuple[np.n
                     texts = [queries[n] for n in rows.tolist()]
                     distances = cdist(texts, among_texts, scorer=Levenshtein.distance, dtype=np.uint16, workers=-1)
                     at = distances.argmin(axis=1)
-                    found, at = distances[np.arange(len(rows)), at].astype(np.int64), among[at]
-                    better = (found < best[rows]) | ((found == best[rows]) & (at < places[rows]))
-                    best[rows] = np.where(better, found, best[rows])
-                    places[rows] = np.where(better, at, places[rows])
+                    found = distances[np.arange(len(rows)), at].astype(np.int64)
+                    _put_nearer(best, places, rows, found, among[at])
                 is_open = best[still_open] > band
                 progress.update(int((~is_open).sum()))
                 still_open = still_open[is_open]
@@ -197,7 +205,6 @@ def _digest(weight: Tensor) -> str:
     return digest.hexdigest()
 
 
-@torch.no_grad()
 def _build_similar(
     union: UnionVocabulary,
     member: int,

@@ -61,7 +61,14 @@ class RelativeRows:
         self._kept: Tensor | None = None
 
     def is_missing(self, ids: Tensor) -> Tensor:
-        """Which of some ids have no kept row; ids of any shape, on the embeddings' device."""
+        """Whether there is no kept row for some ids.
+
+        Args:
+            ids: Of any shape, on the embeddings' device.
+
+        Returns:
+            Of the same shape.
+        """
         return self._slot_of[ids] < 0
 
     def reserve(self) -> None:
@@ -70,7 +77,12 @@ class RelativeRows:
             self._kept = self._anchor_inverse_norms.new_empty(self.capacity, self._num_anchors)
 
     def keep(self, ids: Tensor, num_missing: int) -> None:
-        """Form and keep the rows of some ids, at most `capacity`, each once, of which `num_missing` are not kept yet."""
+        """Form the rows of some ids that are not kept yet, and keep the rows of all of them.
+
+        Args:
+            ids: At most `capacity`, each once, of shape `(num_ids,)`, on the embeddings' device.
+            num_missing: Number of those that are not kept yet.
+        """
         assert self._kept is not None, "no memory reserved"
         # Those without a slot first. Masks would make the host wait for the device.
         missing, others = ids[self._slot_of[ids].argsort()].tensor_split([num_missing])
@@ -85,10 +97,11 @@ class RelativeRows:
         """Rows of some ids, without a look at the host.
 
         Args:
-            ids: On the embeddings' device, of shape `(num_ids,)` or, for each row of a batch its own,
-                `(batch_size, num_ids)`. Their rows must be kept (see `keep`): others hold anything.
-                More than `capacity`, of the first shape, are formed in pieces at every use.
+            ids: Of shape `(num_ids,)` or, for each row of a batch its own, `(batch_size, num_ids)`. Their rows must be
+                kept (see `keep`): others hold anything. More than `capacity`, of the first shape, are formed in pieces
+                at every use.
         """
+        ids = (ids[0] if ids.ndim == 2 and len(ids) == 1 else ids).to(self.device)
         if ids.numel() > self.capacity:
             return TakenRows(self, ids, None)
         assert self._kept is not None
@@ -104,7 +117,15 @@ class RelativeRows:
         self._num_kept = len(ids)
 
     def form(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
-        """Form rows of some ids, of shape `(num_ids, num_anchors)`, into `out` if given."""
+        """Form rows of some ids.
+
+        Args:
+            ids: Of shape `(num_ids,)`, on the embeddings' device.
+            out: Takes the rows, if given.
+
+        Returns:
+            Rows in float32, of shape `(num_ids, num_anchors)`; `out` if given.
+        """
         if out is None:
             out = self._anchor_inverse_norms.new_empty(len(ids), self._num_anchors)
         num_scratch = max(1, _SCRATCH_BYTES // (4 * len(self._axes)))
@@ -131,7 +152,14 @@ class RelativeRows:
 
 
 class TakenRows:
-    """Rows of some ids: products with them, without their matrix where it would be too large."""
+    """Products with the rows of some ids, without their matrix where it would be too large (see `RelativeRows.take`).
+
+    Args:
+        rows: Forms the rows that are not held.
+        ids: Of shape `(num_ids,)` or `(batch_size, num_ids)`.
+        held: Their rows, of shape `(num_ids, num_anchors)` or `(batch_size, num_ids, num_anchors)`; None if they are to be
+            formed in pieces at every use.
+    """
 
     def __init__(self, rows: RelativeRows, ids: Tensor, held: Tensor | None):
         self._rows = rows
@@ -139,7 +167,14 @@ class TakenRows:
         self._held = held
 
     def combine(self, probs: Tensor) -> Tensor:
-        """Sum the rows weighted by `probs`, of shape `(batch_size, num_ids)`: `(batch_size, num_anchors)`."""
+        """Sum the rows weighted by probabilities.
+
+        Args:
+            probs: Of shape `(batch_size, num_ids)`, on any device.
+
+        Returns:
+            Of shape `(batch_size, num_anchors)`, on the device of `probs`.
+        """
         weights = probs.to(self._ids.device)
         if self._held is not None and self._ids.ndim == 2:
             return (weights[:, None] @ self._held)[:, 0].to(probs.device)
@@ -149,7 +184,14 @@ class TakenRows:
         return total.to(probs.device)
 
     def compare(self, weights: Tensor) -> Tensor:
-        """Products of every row with `weights`, of shape `(batch_size, num_anchors)`: `(batch_size, num_ids)`."""
+        """Multiply every row by weights of the anchors.
+
+        Args:
+            weights: Of shape `(batch_size, num_anchors)`, on any device.
+
+        Returns:
+            Of shape `(batch_size, num_ids)`, on the device of `weights`.
+        """
         moved = weights.to(self._ids.device)
         if self._held is not None and self._ids.ndim == 2:
             return (self._held @ moved[..., None])[..., 0].to(weights.device)

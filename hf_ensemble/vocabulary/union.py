@@ -78,7 +78,15 @@ class UnionVocabulary:
         return entry
 
     def continuation(self, union_id: int, member: int) -> list[int] | None:
-        """All ids with which a member writes a union entry after a text, or None if it cannot."""
+        """All ids with which a member writes a union entry after a text.
+
+        Args:
+            union_id: The entry.
+            member: Number of the member.
+
+        Returns:
+            The ids; None if it cannot write the entry.
+        """
         own = int(self.union_to_member[member][union_id])
         if own >= 0:
             return [own]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, EvaConfig, GacConfig, MinedConfig, UnionVocabulary
-from hf_ensemble.methods import build_method
 from hf_ensemble.methods.eva import Eva
 from hf_ensemble.methods.mined import Mined
 from hf_ensemble.vocabulary import alignment
@@ -27,7 +26,7 @@ def ensemble():
 def method_of(ensemble, config):
     members = ensemble._members
     eos_ids = [member.eos_token_ids for member in members]
-    return build_method(config, members, ensemble.union_vocabulary, eos_ids, CPU)
+    return config.build(members, ensemble.union_vocabulary, eos_ids, CPU)
 
 
 def entry_probs(union, member, eos_ids, row):

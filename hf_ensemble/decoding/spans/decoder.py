@@ -17,11 +17,10 @@ from transformers import LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ... import messages
-from ...config import SweetSpanConfig
 from ...errors import MemberError
 from ...members.cached_rows import PlainContext
 from ...members.member import Member, MemberState
-from ...methods.sweetspan import SpanChoice, choose_span, span_score
+from ...methods.sweetspan import SpanChoice, SweetSpanConfig, choose_span, span_score
 from ...vocabulary.context import MemberContext
 from ...vocabulary.encoding import split_begun_character
 from ...vocabulary.token_bytes import CONTROL, NO_TOKEN, TEXT
