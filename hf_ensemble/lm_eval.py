@@ -132,8 +132,7 @@ class EnsembleLM(TemplateLM):
     @property
     def device(self) -> torch.device:
         """Where the primary's ids go."""
-        device: torch.device = self.ensemble.device
-        return device
+        return self.ensemble.member_views[0].device
 
     @property
     def batch_size(self) -> int:
@@ -173,7 +172,7 @@ class EnsembleLM(TemplateLM):
         """What the harness keeps with its results."""
         config = self.ensemble.config
         return {
-            "members": [member.name for member in self.ensemble._members],
+            "members": [member.name for member in self.ensemble.member_views],
             "method": (self._call["method"] or config.method).to_dict(),
             "weights": self._call["weights"] or config.weights,
             "model_num_parameters": sum(p.numel() for p in self.ensemble.parameters()),
@@ -182,7 +181,7 @@ class EnsembleLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
         """Encode text with the primary's tokenizer; its BOS rule holds, unless the text spells the BOS."""
-        primary = self.ensemble._members[0]
+        primary = self.ensemble.member_views[0]
         return encode_text(self.tokenizer, primary, string, starts=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

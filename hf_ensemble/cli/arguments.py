@@ -1,4 +1,4 @@
-"""Arguments that several subcommands take: the members, the method, the prompts, and how texts are generated."""
+"""What arguments of several commands ask for: an ensemble, its method, the prompts, and options of `generate`."""
 
 import argparse
 import contextlib
@@ -15,109 +15,11 @@ from ..config import METHODS, MemberConfig, MethodConfig, method_config
 from ..errors import ConfigurationError
 from ..files import read_text
 from ..model import EnsembleForCausalLM
-
-
-class UsageError(Exception):
-    """Arguments that make no sense."""
-
-
-def new_parser(
-    subparsers: Any, name: str, summary: str, examples: str, parents: list[argparse.ArgumentParser]
-) -> argparse.ArgumentParser:
-    """Add the parser of a subcommand, whose help ends with its examples."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=f"examples:\n{examples}",
-        parents=parents,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return parser
-
-
-def member_arguments() -> argparse.ArgumentParser:
-    """Which models, and how they are loaded."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("members")
-    group.add_argument(
-        "--members",
-        nargs="+",
-        required=True,
-        metavar="MODEL",
-        help="Hub ids or paths, the primary first, or that of a saved ensemble",
-    )
-    group.add_argument("--dtype", nargs="+", help="of the weights: one, or one a member")
-    group.add_argument("--device-map", nargs="+", help="where the weights go: one, or one a member")
-    group.add_argument("--revision", nargs="+", help="branch, tag or commit on the Hub: one, or one a member")
-    return parser
-
-
-def method_arguments() -> argparse.ArgumentParser:
-    """How the members are mixed."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("method")
-    group.add_argument("--method", help=f"{', '.join(METHODS)} (default: as saved, else unite)")
-    group.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the method; can be repeated"
-    )
-    group.add_argument("--weights", nargs="+", type=float, metavar="WEIGHT", help="mixing weights, one a member")
-    return parser
-
-
-def prompt_arguments() -> argparse.ArgumentParser:
-    """What is gone on from."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("prompts")
-    group.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="texts, before `--members` (default: all of stdin as one)"
-    )
-    group.add_argument("--file", help="a file to read instead")
-    group.add_argument("--lines", action="store_true", help="each line of the file, or of stdin, is a prompt")
-    return parser
-
-
-def length_arguments(max_new_tokens: int = 128) -> argparse.ArgumentParser:
-    """When a text ends, and options of `generate` that have no argument here."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("texts")
-    group.add_argument(
-        "--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"default: {max_new_tokens}"
-    )
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends a text; can be repeated")
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any other option of `generate`, as JSON or a plain word; can be repeated",
-    )
-    return parser
-
-
-def sampling_arguments() -> argparse.ArgumentParser:
-    """How tokens are drawn."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("sampling (greedy decoding without any of these)")
-    group.add_argument("--sample", action="store_true", help="draw tokens")
-    group.add_argument("--temperature", type=float, metavar="T")
-    group.add_argument("--top-k", type=int, metavar="K")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--seed", type=int)
-    return parser
-
-
-def output_arguments() -> argparse.ArgumentParser:
-    """Where results go, and in which form."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="JSON instead of text")
-    group.add_argument("--output", metavar="FILE", help="write there, and only once all is done (default: stdout)")
-    return parser
+from .parsers import UsageError
 
 
 def load_ensemble(args: argparse.Namespace) -> EnsembleForCausalLM:
-    """Load the ensemble that the arguments name: those of `member_arguments`, and perhaps of `method_arguments`."""
+    """Load the ensemble that the arguments name: its members, and perhaps a method and weights."""
     count = len(args.members)
     options: dict[str, Any] = {"method": read_method(args), "weights": getattr(args, "weights", None)}
     for name in ("dtype", "device_map"):
@@ -205,7 +107,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         if args.file:
             text = read_text(args.file)
         elif sys.stdin.isatty():
-            raise UsageError("there is no prompt: give one as an argument, in a `--file`, or on stdin.")
+            raise UsageError(
+                "there is no prompt: give one as an argument before `--members`, in a `--file`, or on stdin."
+            )
         else:
             text = sys.stdin.read()
         prompts = text.split("\n") if args.lines else [text.removesuffix("\n")]

@@ -8,15 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers.utils import logging
 
-from ..config import (
-    EnsembleConfig,
-    GacConfig,
-    MethodConfig,
-    SweetSpanConfig,
-    check_positive_integer,
-    method_config,
-    normalize_weights,
-)
+from ..config import MethodConfig, SweetSpanConfig, check_positive_integer, method_config, normalize_weights
 from ..dev_set import run_batches
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
@@ -68,7 +60,7 @@ class _Runner:
         if work == "write":
             prompts = [item.prompt for item in items]
             own = {**options, "stop_strings": stops}
-            yield from run_batches(model, model.tokenizer, prompts, max_new_tokens, batch_size, own)
+            yield from run_batches(model, prompts, max_new_tokens, batch_size, own)
             return
         per_batch = max(1, batch_size // len(items[0].continuations))
         for start in range(0, len(items), per_batch):
@@ -147,7 +139,7 @@ def evaluate(
     if state_file is not None:
         settings = {
             "format": _FORMAT,
-            "members": [describe_member(member) for member in ensemble._members],
+            "members": [describe_member(member) for member in ensemble.member_views],
             "generation config": [describe_generation_config(model) for model in (ensemble, *ensemble.members)],
         }
         state = StateFile(state_file, settings, work="evaluation")
@@ -235,14 +227,10 @@ def _length(item: Item, work: Work) -> int:
 
 
 def _members(ensemble: EnsembleForCausalLM) -> list[_Runner]:
-    """Each member as an ensemble of one, which is that member."""
-    runners = []
-    for index, (member, item) in enumerate(zip(ensemble._members, ensemble.config.members, strict=True)):
-        config = EnsembleConfig(members=[item], method=GacConfig(), primary_config=member.model.config)
-        config._attn_implementation = member.model.config._attn_implementation
-        model = EnsembleForCausalLM(config, [member])
-        runners.append(_Runner(System(member.name, True), model, GacConfig(), [1.0], index))
-    return runners
+    return [
+        _Runner(System(member.name, True), ensemble.alone(index), method_config("gac"), [1.0], index)
+        for index, member in enumerate(ensemble.member_views)
+    ]
 
 
 def _configured(ensemble: EnsembleForCausalLM, configurations: Mapping[str, Configuration] | None) -> list[_Runner]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hf_ensemble import EnsembleForCausalLM, cli
-from hf_ensemble.cli.command import build_parser
+from hf_ensemble.cli.parsers import build_parser
 from hf_ensemble.config import METHODS
 
 # Random members write anything.
