@@ -18,6 +18,9 @@ class MethodConfig:
 
     name: ClassVar[str]
 
+    likelihoods_ignore_options: ClassVar[bool] = False
+    """Whether texts have the same likelihoods whatever the options, which only change what is written."""
+
     @property
     def takes_weights_as_given(self) -> bool:
         """Whether mixing weights may be negative and need not sum to 1."""
@@ -297,6 +300,7 @@ class SweetSpanConfig(MethodConfig):
     """SweetSpan: members propose spans of words, score one another's, and the best is kept."""
 
     name: ClassVar[str] = "sweetspan"
+    likelihoods_ignore_options: ClassVar[bool] = True
 
     span_length: int = 4
     """Number of words in a span."""

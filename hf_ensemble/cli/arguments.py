@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -18,33 +18,44 @@ from ..model import EnsembleForCausalLM
 from .parsers import UsageError
 
 
-def load_ensemble(args: argparse.Namespace) -> EnsembleForCausalLM:
-    """Load the ensemble that the arguments name: its members, and perhaps a method and weights."""
-    count = len(args.members)
+def load_ensemble(args: argparse.Namespace, places: Sequence[int] | None = None) -> EnsembleForCausalLM:
+    """Load the ensemble that the arguments name: its members, and perhaps a method and weights.
+
+    Args:
+        args: The arguments.
+        places: Places of the members among `--members`, where not all are wanted or in another order.
+
+    Raises:
+        UsageError: If a list does not have one value a member.
+        ConfigurationError: If a member cannot be loaded.
+    """
+    places = range(len(args.members)) if places is None else places
     options: dict[str, Any] = {"method": read_method(args), "weights": getattr(args, "weights", None)}
     for name in ("dtype", "device_map"):
-        given = _per_member(name, getattr(args, name), count)
+        given = _per_member(name, args, places)
         if given is not None:
             options[name] = given
-    revision = _per_member("revision", args.revision, count)
-    if count == 1:
+    revision = _per_member("revision", args, places)
+    if len(args.members) == 1:
         source: Any = args.members[0]
         if revision is not None:
             options["revision"] = revision
     else:
-        revisions = revision if isinstance(revision, list) else [revision] * count
-        source = [MemberConfig(path=path, revision=own) for path, own in zip(args.members, revisions, strict=True)]
+        revisions = revision if isinstance(revision, list) else [revision] * len(places)
+        paths = [args.members[place] for place in places]
+        source = [MemberConfig(path=path, revision=own) for path, own in zip(paths, revisions, strict=True)]
     return EnsembleForCausalLM.from_pretrained(source, **options)
 
 
-def _per_member(name: str, values: list[str] | None, count: int) -> Any:
+def _per_member(name: str, args: argparse.Namespace, places: Sequence[int]) -> Any:
+    values, count = getattr(args, name), len(args.members)
     if values is None or len(values) == 1:
         return values[0] if values else None
     if len(values) != count:
         raise UsageError(
             f"`--{name.replace('_', '-')}` takes one value, or one a member: got {len(values)} for {count} members."
         )
-    return values
+    return [values[place] for place in places]
 
 
 def read_method(args: argparse.Namespace) -> MethodConfig | None:

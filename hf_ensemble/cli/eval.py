@@ -4,7 +4,9 @@ import argparse
 
 from ..errors import EnsembleError
 from ..evaluation import Configuration, EvaluationSet, evaluate, read_set
-from ..evaluation.results import TABLE_ENDINGS, check_ending, check_plot
+from ..evaluation.plots import check_plot
+from ..evaluation.results import TABLE_ENDINGS
+from ..files import check_ending
 from . import arguments
 from .parsers import UsageError
 

@@ -39,41 +39,31 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hf_ensemble {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for add in (_add_generate, _add_chat, _add_compare, _add_inspect, _add_select, _add_eval, _add_serve):
-        add(subparsers)
-    for subparser in subparsers.choices.values():
-        subparser.add_argument("--traceback", action="store_true", help="show all of an error, not one line")
+    for name, (summary, fill, examples) in _COMMANDS.items():
+        command = subparsers.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        fill(command)
+        command.add_argument("--traceback", action="store_true", help="show all of an error, not one line")
     return parser
 
 
-def _new(subparsers: Any, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
-    """Add the parser of a command, whose help ends with its examples."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return parser
+# Examples and arguments of each command
 
-
-# Commands
-
-
-def _add_generate(subparsers: Any) -> None:
-    parser = _new(
-        subparsers,
-        "generate",
-        "go on from prompts; only the new text goes to stdout",
-        """\
+_GENERATE = """\
   hf-ensemble generate "The capital of France is" --members model-a model-b
   hf-ensemble generate --members my-ensemble --file prompts.txt --lines --json --output texts.jsonl
   hf-ensemble generate "The cat" --members model-a model-b --method gac --weights 0.7 0.3 --max-new-tokens 16
   hf-ensemble generate "The cat" --members model-a model-b --method unite --option top_k=5 --temperature 0.8 --seed 1
   hf-ensemble generate "Who are you?" --members chat-a model-b --chat --max-new-tokens 16
-""",
-    )
+"""
+
+
+def _fill_generate(parser: argparse.ArgumentParser) -> None:
     _take_prompts(parser)
     _take_members(parser)
     _take_method(parser)
@@ -85,20 +75,16 @@ def _add_generate(subparsers: Any) -> None:
     _take_batch_size(parser, "prompts that run together; ")
 
 
-def _add_chat(subparsers: Any) -> None:
-    parser = _new(
-        subparsers,
-        "chat",
-        "talk with an ensemble; answers are streamed",
-        """\
+_CHAT = """\
   hf-ensemble chat --members chat-a model-b
   hf-ensemble chat --members my-chat --system "Answer in one sentence." --temperature 0.7
   hf-ensemble chat --members chat-a model-b --method gac --max-new-tokens 16
 
 in the conversation:
-"""
-        + "".join(f"  {line}\n" for line in CHAT_COMMANDS.splitlines()),
-    )
+""" + "".join(f"  {line}\n" for line in CHAT_COMMANDS.splitlines())
+
+
+def _fill_chat(parser: argparse.ArgumentParser) -> None:
     _take_members(parser)
     _take_method(parser)
     _take_lengths(parser, 512)
@@ -106,17 +92,14 @@ in the conversation:
     parser.add_argument("--system", metavar="TEXT", help="system message")
 
 
-def _add_compare(subparsers: Any) -> None:
-    parser = _new(
-        subparsers,
-        "compare",
-        "let each member alone and the ensemble go on from the same prompts, greedily",
-        """\
+_COMPARE = """\
   hf-ensemble compare "The capital of France is" --members model-a model-b
   hf-ensemble compare --members my-ensemble --file prompts.txt --lines --max-new-tokens 16 --json
   hf-ensemble compare "The cat" --members model-a model-b --method gac --stop "."
-""",
-    )
+"""
+
+
+def _fill_compare(parser: argparse.ArgumentParser) -> None:
     _take_prompts(parser)
     _take_members(parser)
     _take_method(parser)
@@ -124,27 +107,19 @@ def _add_compare(subparsers: Any) -> None:
     _take_output(parser)
 
 
-def _add_inspect(subparsers: Any) -> None:
-    parser = _new(
-        subparsers,
-        "inspect",
-        "show what the members' tokenizers share, and in what the members differ",
-        """\
+_INSPECT = """\
   hf-ensemble inspect --members model-a model-b
   hf-ensemble inspect --members my-ensemble --text prompts.txt --json
-""",
-    )
+"""
+
+
+def _fill_inspect(parser: argparse.ArgumentParser) -> None:
     _take_members(parser)
     _take_output(parser)
     parser.add_argument("--text", metavar="FILE", help="text like those to be written, whose words are cut")
 
 
-def _add_select(subparsers: Any) -> None:
-    parser = _new(
-        subparsers,
-        "select",
-        "choose the best candidate and those that come near",
-        """\
+_SELECT = """\
   hf-ensemble select --members model-a model-b --scores 80.6 72.7 --save chosen
   hf-ensemble select --members model-a model-b --scores 80.6 72.7 --responses a.jsonl b.jsonl
   hf-ensemble select --members model-a model-b --examples dev.jsonl --metric contains --max-new-tokens 8 --json
@@ -152,8 +127,10 @@ def _add_select(subparsers: Any) -> None:
 files are lines of JSON:
   --examples   {"prompt": "2 + 2 =", "reference": "4"}; a reference is a text or a list of texts
   --responses  a text, or what `hf-ensemble generate --json` writes
-""",
-    )
+"""
+
+
+def _fill_select(parser: argparse.ArgumentParser) -> None:
     _take_members(parser)
     _take_lengths(parser)
     _take_output(parser)
@@ -173,12 +150,7 @@ files are lines of JSON:
     )
 
 
-def _add_eval(subparsers: Any) -> None:
-    parser = _new(
-        subparsers,
-        "eval",
-        "evaluate an ensemble and each of its members on files of examples",
-        """\
+_EVAL = """\
   hf-ensemble eval --members model-a model-b --data questions.jsonl worked.txt --max-new-tokens 8
   hf-ensemble eval --members model-a model-b --data choices.jsonl --method gac --also gac@0.7,0.3 unite:top_k=5
   hf-ensemble eval --members model-a model-b --data questions.jsonl worked.txt --data choices.jsonl --limit 2 \\
@@ -189,8 +161,10 @@ files are lines of JSON, all of one form:
   {"question": "Which?", "A": "this", "B": "that", "answer": "B"}     accuracy, bits per byte
   {"prompt": "2 + 2 =", "reference": "4"}                             exact match, bits per byte
   {"text": "Once upon a time"}                                        bits per byte
-""",
-    )
+"""
+
+
+def _fill_eval(parser: argparse.ArgumentParser) -> None:
     _take_members(parser)
     _take_method(parser)
     group = parser.add_argument_group("what is evaluated")
@@ -223,17 +197,14 @@ files are lines of JSON, all of one form:
     group.add_argument("--plot", type=Path, metavar="FILE", help="a plot: .svg, .png, .pdf")
 
 
-def _add_serve(subparsers: Any) -> None:
-    parser = _new(
-        subparsers,
-        "serve",
-        "serve an ensemble as `transformers serve` serves a model",
-        """\
+_SERVE = """\
   hf-ensemble serve --members chat-a model-b
   hf-ensemble serve --members my-chat --port 8080 --name my-chat
   hf-ensemble serve --members chat-a model-b --method gac --weights 0.7 0.3 --host 0.0.0.0
-""",
-    )
+"""
+
+
+def _fill_serve(parser: argparse.ArgumentParser) -> None:
     _take_members(parser)
     _take_method(parser)
     parser.add_argument("--host", default="localhost", help="default: localhost")
@@ -310,3 +281,19 @@ def _take_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="JSON instead of text")
     group.add_argument("--output", metavar="FILE", help="write there, and only once all is done (default: stdout)")
+
+
+_COMMANDS = {
+    "generate": ("go on from prompts; only the new text goes to stdout", _fill_generate, _GENERATE),
+    "chat": ("talk with an ensemble; answers are streamed", _fill_chat, _CHAT),
+    "compare": (
+        "let each member alone and the ensemble go on from the same prompts, greedily",
+        _fill_compare,
+        _COMPARE,
+    ),
+    "inspect": ("show what the members' tokenizers share, and in what the members differ", _fill_inspect, _INSPECT),
+    "select": ("choose the best candidate and those that come near", _fill_select, _SELECT),
+    "eval": ("evaluate an ensemble and each of its members on files of examples", _fill_eval, _EVAL),
+    "serve": ("serve an ensemble as `transformers serve` serves a model", _fill_serve, _SERVE),
+}
+"""Of each command a summary, what adds its arguments, and examples."""

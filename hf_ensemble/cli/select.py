@@ -1,7 +1,6 @@
 """`hf-ensemble select`: choose members by their scores, given or measured."""
 
 import argparse
-import copy
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,13 +60,7 @@ def _read_responses(path: str) -> Sequence[str]:
 def _save(args: argparse.Namespace, candidates: EnsembleForCausalLM | None, selection: Selection) -> None:
     chosen = selection.indices
     if candidates is None:
-        own = copy.copy(args)
-        own.members = [args.members[i] for i in chosen]
-        for name in ("dtype", "device_map", "revision"):
-            values = getattr(args, name)
-            if values is not None and len(values) > 1:
-                setattr(own, name, [values[i] for i in chosen])
-        ensemble = arguments.load_ensemble(own)
+        ensemble = arguments.load_ensemble(args, chosen)
     else:
         members = [candidates.member_views[i] for i in chosen]
         ensemble = EnsembleForCausalLM.from_members(

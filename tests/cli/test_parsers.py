@@ -11,7 +11,9 @@ import pytest
 from hf_ensemble.cli import parsers
 from hf_ensemble.config import METHODS
 from hf_ensemble.dev_set import METRICS
-from hf_ensemble.evaluation.results import MEASURES, PLOT_ENDINGS, TABLE_ENDINGS
+from hf_ensemble.evaluation.marking import MEASURES
+from hf_ensemble.evaluation.plots import PLOT_ENDINGS
+from hf_ensemble.evaluation.results import TABLE_ENDINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "numpy")
