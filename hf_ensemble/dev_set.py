@@ -47,7 +47,15 @@ def read_examples(examples: Iterable[Any]) -> list[Example]:
 
 
 def read_prompt(prompt: Any, place: int) -> str:
-    """Check that a prompt is text to go on from."""
+    """Check that a prompt is text to go on from.
+
+    Args:
+        prompt: The prompt.
+        place: Its place in a list, for the error.
+
+    Raises:
+        ConfigurationError: If it is no text, or empty.
+    """
     if not isinstance(prompt, str) or not prompt:
         raise ConfigurationError(f"prompt {place} has to be a text that is not empty, but is {prompt!r:.200}.")
     return prompt
@@ -70,12 +78,28 @@ def read_metric(metric: str | Metric) -> Metric:
 
 
 def exact_match(response: str, reference: str | Sequence[str]) -> float:
-    """1 if the response is the reference, or one of them, but for case and white space around it; else 0."""
+    """1 if the response is the reference, or one of them, but for case and white space around it; else 0.
+
+    Args:
+        response: What was written.
+        reference: A text, or a list of texts.
+
+    Raises:
+        ConfigurationError: If the reference is neither.
+    """
     return float(_plain(response) in _plain_references(reference))
 
 
 def contains(response: str, reference: str | Sequence[str]) -> float:
-    """1 if the response holds the reference, or one of them, in whatever case; else 0."""
+    """1 if the response holds the reference, or one of them, in whatever case; else 0.
+
+    Args:
+        response: What was written.
+        reference: A text, or a list of texts.
+
+    Raises:
+        ConfigurationError: If the reference is neither.
+    """
     return float(any(text in _plain(response) for text in _plain_references(reference)))
 
 
@@ -102,6 +126,11 @@ def are_texts(values: Any) -> bool:
 
 def score_responses(responses: Sequence[str], examples: Sequence[Example], metric: Metric) -> float:
     """Mean of a metric over a development set.
+
+    Args:
+        responses: One response an example.
+        examples: The examples.
+        metric: From a response and a reference to a number.
 
     Raises:
         ConfigurationError: If the metric gives something else than a finite number.

@@ -69,7 +69,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[Any]:
         ConfigurationError: If it cannot be read, naming the line if one is no JSON.
     """
     values = []
-    # Not `splitlines`: JSON may hold other signs that end lines as they are.
+    # Not `splitlines`, which also splits at characters that JSON may hold within a text.
     for n, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             try:

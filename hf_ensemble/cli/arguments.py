@@ -59,7 +59,11 @@ def _per_member(name: str, args: argparse.Namespace, places: Sequence[int]) -> A
 
 
 def read_method(args: argparse.Namespace) -> MethodConfig | None:
-    """The method with its options; None if the arguments name none."""
+    """The method with its options; None if the arguments name none.
+
+    Raises:
+        UsageError: If there is no such method or option, or a value is none of its type.
+    """
     name, pairs = getattr(args, "method", None), getattr(args, "option", [])
     if name is None:
         if pairs:
@@ -109,7 +113,11 @@ def _pairs(argument: str, pairs: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts that the arguments, a file or stdin give."""
+    """The prompts that the arguments, a file or stdin give.
+
+    Raises:
+        UsageError: If there is none, one is empty, or there are two sources.
+    """
     if args.prompt and args.file:
         raise UsageError("give prompts as arguments or in a `--file`, not both.")
     if args.prompt:
@@ -131,7 +139,11 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def generate_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of `generate`, `max_new_tokens` among them; decoding is greedy unless they say other."""
+    """Options of `generate`, `max_new_tokens` among them; decoding is greedy unless they say other.
+
+    Raises:
+        UsageError: If a value cannot be used.
+    """
     if args.max_new_tokens < 1:
         raise UsageError(f"`--max-new-tokens` has to be a positive integer, but is {args.max_new_tokens}.")
     sampling = {name: getattr(args, name, None) for name in ("temperature", "top_k", "top_p")}

@@ -12,7 +12,11 @@ from .parsers import UsageError
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the table, and write what was asked for."""
+    """Print the table, and write what was asked for.
+
+    Raises:
+        EnsembleError: If the time limit came before the end.
+    """
     if args.table is not None:
         check_ending(args.table, TABLE_ENDINGS)
     if args.plot is not None:

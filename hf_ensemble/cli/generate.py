@@ -13,7 +13,11 @@ from .parsers import UsageError
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the texts."""
+    """Write the texts.
+
+    Raises:
+        UsageError: If arguments do not go together.
+    """
     if args.system is not None and not args.chat:
         raise UsageError("`--system` needs `--chat`.")
     if args.batch_size < 1:
