@@ -120,20 +120,13 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """
     if args.prompt and args.file:
         raise UsageError("give prompts as arguments or in a `--file`, not both.")
-    if args.prompt:
-        prompts: list[str] = args.prompt
-    else:
-        if args.file:
-            text = read_text(args.file)
-        elif sys.stdin.isatty():
-            raise UsageError(
-                "there is no prompt: give one as an argument before `--members`, in a `--file`, or on stdin."
-            )
-        else:
-            text = sys.stdin.read()
-        prompts = text.split("\n") if args.lines else [text.removesuffix("\n")]
-        prompts = [prompt for prompt in prompts if prompt]
-    if not prompts or not all(prompts):
+    prompts: list[str] = args.prompt
+    if not prompts and (args.file or not sys.stdin.isatty()):
+        text = read_text(args.file) if args.file else sys.stdin.read()
+        prompts = [prompt for prompt in (text.split("\n") if args.lines else [text.removesuffix("\n")]) if prompt]
+    if not prompts:
+        raise UsageError("there is no prompt: give one as an argument before `--members`, in a `--file`, or on stdin.")
+    if not all(prompts):
         raise UsageError("a prompt is empty: give some text to go on from.")
     return prompts
 
