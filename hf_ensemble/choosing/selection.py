@@ -150,40 +150,44 @@ def select_members(
     best = order[0]
     table: list[CandidateReport] = []
     for i in order:
-        report = CandidateReport(
+        row = CandidateReport(
             index=i,
             name=names[i],
             score=figures[i],
             gap=figures[best] - figures[i],
             mean_length=lengths[i],
             length_ratio=_length_ratio(lengths[best], lengths[i]),
-            is_taken=True,
-            reason="the best score",
+            is_taken=False,
+            reason="",
             responses=None if responses is None else tuple(responses[i]),
         )
-        if table:
-            is_full = max_members is not None and sum(row.is_taken for row in table) == max_members
-            is_taken, reason = _judge(report, table[0], max_gap, max_length_ratio, max_members if is_full else None)
-            report = dataclasses.replace(report, is_taken=is_taken, reason=reason)
-        table.append(report)
+        taken = [other for other in table if other.is_taken]
+        is_taken, reason = _judge(row, taken, max_members, max_gap, max_length_ratio)
+        table.append(dataclasses.replace(row, is_taken=is_taken, reason=reason))
     return Selection(tuple(table))
 
 
 def _judge(
-    report: CandidateReport, best: CandidateReport, max_gap: float, max_length_ratio: float, full: int | None
+    row: CandidateReport,
+    taken: Sequence[CandidateReport],
+    max_members: int | None,
+    max_gap: float,
+    max_length_ratio: float,
 ) -> tuple[bool, str]:
-    """Whether a candidate is taken, and why; `full` is how many members there are, if they are enough."""
+    """Whether a candidate is taken beside those that are taken already, and why."""
+    if not taken:
+        return True, "the best score"
+    best, ratio = taken[0], row.length_ratio
     # Differences of decimal figures are not exact: 64.4 - 54.4 is above 10.
-    if report.gap > max_gap + 1e-9:
-        return False, f"{report.gap:.1f} points below {best.name}, more than {max_gap:g}"
-    ratio = report.length_ratio
+    if row.gap > max_gap + 1e-9:
+        return False, f"{row.gap:.1f} points below {best.name}, more than {max_gap:g}"
     if ratio is not None and ratio > max_length_ratio + 1e-9:
-        longer = "longer" if (report.mean_length or 0) > (best.mean_length or 0) else "shorter"
+        longer = "longer" if (row.mean_length or 0) > (best.mean_length or 0) else "shorter"
         return False, f"responses {ratio:.1f} times {longer} than those of {best.name}, more than {max_length_ratio:g}"
-    if full is not None:
-        return False, f"there are {full} members already"
+    if len(taken) == max_members:
+        return False, f"there are {max_members} members already"
     alike = "lengths not compared" if ratio is None else f"lengths within a factor {ratio:.1f}"
-    return True, f"{report.gap:.1f} points below {best.name}, {alike}"
+    return True, f"{row.gap:.1f} points below {best.name}, {alike}"
 
 
 def _names_of(candidates: Any) -> list[str]:

@@ -43,15 +43,13 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
     columns = list(dict.fromkeys((result.set_name, result.measure) for result in results))
     systems = list(dict.fromkeys(result.system for result in results))
-    width = max(1, min(3, len(columns)))
-    height = -(-len(columns) // width)
+    width = min(3, len(columns)) or 1
+    height = -(-len(columns) // width) or 1
     with matplotlib.rc_context({"svg.hashsalt": "hf_ensemble", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(
-            figsize=(1.5 + 2.6 * width, max(1, height) * (0.9 + 0.25 * len(systems))), layout="constrained"
-        )
+        figure = Figure(figsize=(1.5 + 2.6 * width, height * (0.9 + 0.25 * len(systems))), layout="constrained")
+        panels = figure.subplots(height, width, sharey=True, squeeze=False).flat
         if not columns:
             figure.suptitle("nothing to measure")
-        panels = figure.subplots(height, width, sharey=True, squeeze=False).flat if columns else ()
         for axes, (set_name, measure) in zip(panels, columns, strict=False):
             _draw_panel(axes, [r for r in results if (r.set_name, r.measure) == (set_name, measure)], systems)
         for axes in list(figure.axes)[len(columns) :]:

@@ -254,7 +254,10 @@ def test_inspect_gives_the_report(here, pair, capsys):
 
 def test_select_saves_the_chosen_with_the_best_first(files, capsys):
     assert cli.main(["select", *BOTH, "--scores", "50", "55", "--save", "new"]) == 0
-    assert [member.name for member in EnsembleForCausalLM.from_pretrained("new").member_views] == ["model-b", "model-a"]
+    assert [member.name for member in EnsembleForCausalLM.from_pretrained("new").member_views] == [
+        "model-b",
+        "model-a",
+    ]
     assert 'from_pretrained("new")' in (files / "new" / "README.md").read_text("utf-8")
     argv = ["select", *BOTH, "--examples", "dev.jsonl", "--metric", "contains", "--max-new-tokens", "4", "--json"]
     assert cli.main([*argv, "--max-members", "1", "--save", "one"]) == 0
