@@ -1,22 +1,31 @@
 """Several causal language models, with different tokenizers, that decode together as one Hugging Face model."""
 
-from .choosing.prompt_weights import packllm_weights, weights_from_scores
-from .choosing.selection import select_members
-from .choosing.tuning import tune_method
-from .config import EnsembleConfig, MemberConfig
-from .decoding.ensemble_processor import EnsembleLogitsProcessor
-from .decoding.spans.decoder import SpanCandidate, SpanDecoderOutput, SpanRound
-from .decoding.speculation.decoder import SpeculationRound, SpeculationStats
-from .decoding.stopping_criteria import SpanStoppingCriteria
-from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
-from .methods import DeepenConfig, EvaConfig, GacConfig, MinedConfig, SweetSpanConfig, UniteConfig
-from .model import EnsembleForCausalLM
-from .recording.decisions import Decision, Decisions, MemberDecision
-from .scoring.likelihoods import Scores
-from .vocabulary.anchors import AnchorTokens
-from .vocabulary.union import UnionVocabulary
+import sys
+from pathlib import PurePath
 
 __version__ = "0.1.0.dev0"
+
+_name = PurePath(*sys.argv[:1]).name
+_is_command = _name in ("hf-ensemble", "hf-ensemble.exe") or (_name == "-m" and "hf_ensemble.cli" in sys.orig_argv)
+
+# The command `hf-ensemble` imports what it runs by itself, so that its help needs no torch. In every other process the
+# names are here, and the model type is registered.
+if not _is_command:
+    from .choosing.prompt_weights import packllm_weights, weights_from_scores
+    from .choosing.selection import select_members
+    from .choosing.tuning import tune_method
+    from .config import EnsembleConfig, MemberConfig
+    from .decoding.ensemble_processor import EnsembleLogitsProcessor
+    from .decoding.spans.decoder import SpanCandidate, SpanDecoderOutput, SpanRound
+    from .decoding.speculation.decoder import SpeculationRound, SpeculationStats
+    from .decoding.stopping_criteria import SpanStoppingCriteria
+    from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
+    from .methods import DeepenConfig, EvaConfig, GacConfig, MinedConfig, SweetSpanConfig, UniteConfig
+    from .model import EnsembleForCausalLM
+    from .recording.decisions import Decision, Decisions, MemberDecision
+    from .scoring.likelihoods import Scores
+    from .vocabulary.anchors import AnchorTokens
+    from .vocabulary.union import UnionVocabulary
 
 __all__ = [
     "AnchorTokens",

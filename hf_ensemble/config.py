@@ -21,10 +21,13 @@ class MethodConfig:
     Attributes:
         name: Name of the method, unique among `METHODS`.
         decides: What one decision is about: a token, or a span of several.
+        likelihoods_ignore_options: Whether texts have the same likelihoods whatever the options, which only change what
+            is written.
     """
 
     name: ClassVar[str]
     decides: ClassVar[Literal["tokens", "spans"]] = "tokens"
+    likelihoods_ignore_options: ClassVar[bool] = False
 
     @property
     def takes_weights_as_given(self) -> bool:

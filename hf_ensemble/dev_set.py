@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from .config import check_positive_integer
 from .errors import ConfigurationError
-from .members.member import Member, padded_left
+from .members.member import padded_left
 
 Metric = Callable[[str, Any], float]
 """From a response and the example's reference to a number, the higher the better."""
@@ -47,7 +47,15 @@ def read_examples(examples: Iterable[Any]) -> list[Example]:
 
 
 def read_prompt(prompt: Any, place: int) -> str:
-    """Check that a prompt is text to go on from."""
+    """Check that a prompt is text to go on from.
+
+    Args:
+        prompt: The prompt.
+        place: Its place in a list, for the error.
+
+    Raises:
+        ConfigurationError: If it is no text, or empty.
+    """
     if not isinstance(prompt, str) or not prompt:
         raise ConfigurationError(f"prompt {place} has to be a text that is not empty, but is {prompt!r:.200}.")
     return prompt
@@ -70,12 +78,28 @@ def read_metric(metric: str | Metric) -> Metric:
 
 
 def exact_match(response: str, reference: str | Sequence[str]) -> float:
-    """1 if the response is the reference, or one of them, but for case and white space around it; else 0."""
+    """1 if the response is the reference, or one of them, but for case and white space around it; else 0.
+
+    Args:
+        response: What was written.
+        reference: A text, or a list of texts.
+
+    Raises:
+        ConfigurationError: If the reference is neither.
+    """
     return float(_plain(response) in _plain_references(reference))
 
 
 def contains(response: str, reference: str | Sequence[str]) -> float:
-    """1 if the response holds the reference, or one of them, in whatever case; else 0."""
+    """1 if the response holds the reference, or one of them, in whatever case; else 0.
+
+    Args:
+        response: What was written.
+        reference: A text, or a list of texts.
+
+    Raises:
+        ConfigurationError: If the reference is neither.
+    """
     return float(any(text in _plain(response) for text in _plain_references(reference)))
 
 
@@ -103,6 +127,11 @@ def are_texts(values: Any) -> bool:
 def score_responses(responses: Sequence[str], examples: Sequence[Example], metric: Metric) -> float:
     """Mean of a metric over a development set.
 
+    Args:
+        responses: One response an example.
+        examples: The examples.
+        metric: From a response and a reference to a number.
+
     Raises:
         ConfigurationError: If the metric gives something else than a finite number.
     """
@@ -122,24 +151,38 @@ def score_responses(responses: Sequence[str], examples: Sequence[Example], metri
     return math.fsum(values) / len(values)
 
 
-def mean_length(responses: Sequence[str]) -> float:
-    """Mean number of characters, white space at the ends aside."""
-    return sum(len(response.strip()) for response in responses) / len(responses)
+def mean_lengths_of(responses: Sequence[Sequence[str]], count: int, each: str) -> list[float]:
+    """Mean number of characters of responses, white space at their ends aside.
+
+    Args:
+        responses: For each of several writers its responses.
+        count: Number of writers.
+        each: What a writer is called in errors.
+
+    Raises:
+        ConfigurationError: If there is not one list of texts a writer, or one is empty.
+    """
+    if not all(are_texts(texts) for texts in responses):
+        raise ConfigurationError(f"`responses` must have a list of texts for each {each}.")
+    if len(responses) != count or not all(map(len, responses)):
+        raise ConfigurationError(
+            f"`responses` must have one list that is not empty per {each}: got {[*map(len, responses)]} responses for "
+            f"{count} {each}s."
+        )
+    return [sum(len(text.strip()) for text in texts) / len(texts) for texts in responses]
 
 
 def run_batches(
-    model: Any,
-    tokenizer: Any,
+    ensemble: Any,
     prompts: Sequence[str],
     max_new_tokens: int,
     batch_size: int,
     options: Mapping[str, Any],
 ) -> Iterator[list[str]]:
-    """Let a model, or an ensemble, answer prompts in batches padded on the left, greedily unless options say other.
+    """Let an ensemble answer prompts in batches padded on the left, greedily unless options say other.
 
     Args:
-        model: Anything with `generate`.
-        tokenizer: Its tokenizer; read, never changed.
+        ensemble: An `EnsembleForCausalLM`.
         prompts: The prompts.
         max_new_tokens: Most ids of a response.
         batch_size: Number of prompts that run together.
@@ -154,12 +197,12 @@ def run_batches(
     check_positive_integer("max_new_tokens", max_new_tokens)
     check_positive_integer("batch_size", batch_size)
     options = {"do_sample": False, **options, "max_new_tokens": max_new_tokens}
-    device = model.get_input_embeddings().weight.device
+    tokenizer, device = ensemble.tokenizer, ensemble.member_views[0].device
     pad = tokenizer.pad_token_id or 0
     for start in range(0, len(prompts), batch_size):
         rows = tokenizer(list(prompts[start : start + batch_size]))["input_ids"]
         ids, mask = padded_left(rows, pad)
-        output = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **options)
+        output = ensemble.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **options)
         if not isinstance(output, Tensor) or len(output) != len(rows):
             raise ConfigurationError(
                 "the options of `generate` have to give one text a prompt: leave out `num_return_sequences` and "
@@ -168,33 +211,21 @@ def run_batches(
         yield tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
 
 
-def member_options(member: Member, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `generate` for a member that runs alone: with its own EOS ids, and its tokenizer for stop strings.
-
-    Raises:
-        ConfigurationError: If an option names ids of one tokenizer.
-    """
-    if "eos_token_id" in options:
-        raise ConfigurationError(
-            "`eos_token_id` cannot be used here: the ids of one tokenizer mean something else in another. Use "
-            "`stop_strings`, or add the ids to a member with `MemberConfig(eos_token_id=...)`."
-        )
-    own = dict(options)
-    if member.eos_token_ids:
-        own["eos_token_id"] = member.eos_token_ids
-    if "stop_strings" in options:
-        own["tokenizer"] = member.tokenizer
-    return own
-
-
 def run_members(
-    members: Sequence[Member],
+    ensemble: Any,
     prompts: Sequence[str],
     max_new_tokens: int | None,
     batch_size: int,
     options: Mapping[str, Any],
 ) -> list[list[str]]:
-    """Let every member alone answer the prompts, with the stock `generate` and its own EOS ids.
+    """Let every member alone answer the prompts, greedily unless options say other.
+
+    Args:
+        ensemble: An `EnsembleForCausalLM`.
+        prompts: The prompts.
+        max_new_tokens: Most ids of a response.
+        batch_size: Number of prompts that run together.
+        options: Other options of `generate`.
 
     Returns:
         For each member its response to each prompt.
@@ -204,12 +235,26 @@ def run_members(
     """
     if max_new_tokens is None:
         raise ConfigurationError("`max_new_tokens` must be given to run the members.")
-    own_options = [member_options(member, options) for member in members]
+    refuse_ids_of_one(options)
+    count = len(ensemble.members)
     responses: list[list[str]] = []
-    with logging.tqdm(total=len(members) * len(prompts), desc="running members", unit="prompt") as bar:
-        for member, own in zip(members, own_options, strict=True):
+    with logging.tqdm(total=count * len(prompts), desc="running members", unit="prompt") as bar:
+        for index in range(count):
             responses.append([])
-            for batch in run_batches(member.model, member.tokenizer, prompts, max_new_tokens, batch_size, own):
+            for batch in run_batches(ensemble.alone(index), prompts, max_new_tokens, batch_size, options):
                 responses[-1] += batch
                 bar.update(len(batch))
     return responses
+
+
+def refuse_ids_of_one(options: Mapping[str, Any]) -> None:
+    """Refuse options of `generate` that cannot hold for several members, each of which runs alone.
+
+    Raises:
+        ConfigurationError: If an option names ids of one tokenizer.
+    """
+    if "eos_token_id" in options:
+        raise ConfigurationError(
+            "`eos_token_id` cannot be used here: the ids of one tokenizer mean something else in another. Use "
+            "`stop_strings`, or add the ids to a member with `MemberConfig(eos_token_id=...)`."
+        )

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,23 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
+def check_ending(path: Path, endings: Sequence[str]) -> str:
+    """Return the ending of a file to be written.
+
+    Args:
+        path: The file.
+        endings: The endings that it may have.
+
+    Raises:
+        ConfigurationError: If it is none of these, or the folder does not exist.
+    """
+    if path.suffix not in endings:
+        raise ConfigurationError(f"the file has to end in {', '.join(endings)}, but is {path.name!r}.")
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"{path} cannot be written: the folder does not exist.")
+    return path.suffix
+
+
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a file in UTF-8.
 
@@ -52,7 +69,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[Any]:
         ConfigurationError: If it cannot be read, naming the line if one is no JSON.
     """
     values = []
-    # Not `splitlines`: JSON may hold other signs that end lines as they are.
+    # Not `splitlines`, which also splits at characters that JSON may hold within a text.
     for n, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             try:

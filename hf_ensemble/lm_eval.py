@@ -122,7 +122,15 @@ class EnsembleLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "EnsembleLM":
-        """Make one from `members=a,b,method=gac,…`: what has no `=` belongs to the value before it."""
+        """Make one from `members=a,b,method=gac,…`: what has no `=` belongs to the value before it.
+
+        Args:
+            arg_string: Names and values.
+            additional_config: What the harness adds from its own command line; None counts for nothing.
+
+        Raises:
+            ConfigurationError: If the text has another form, or an argument does not fit.
+        """
         arguments = {name: _value_of(value) for name, value in _split_arguments(arg_string)}
         more = {name: value for name, value in (additional_config or {}).items() if value is not None}
         return cls(**arguments, **more)
@@ -132,8 +140,7 @@ class EnsembleLM(TemplateLM):
     @property
     def device(self) -> torch.device:
         """Where the primary's ids go."""
-        device: torch.device = self.ensemble.device
-        return device
+        return self.ensemble.member_views[0].device
 
     @property
     def batch_size(self) -> int:
@@ -173,7 +180,7 @@ class EnsembleLM(TemplateLM):
         """What the harness keeps with its results."""
         config = self.ensemble.config
         return {
-            "members": [member.name for member in self.ensemble._members],
+            "members": [member.name for member in self.ensemble.member_views],
             "method": (self._call["method"] or config.method).to_dict(),
             "weights": self._call["weights"] or config.weights,
             "model_num_parameters": sum(p.numel() for p in self.ensemble.parameters()),
@@ -181,12 +188,23 @@ class EnsembleLM(TemplateLM):
         }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
-        """Encode text with the primary's tokenizer; its BOS rule holds, unless the text spells the BOS."""
-        primary = self.ensemble._members[0]
+        """Encode text with the primary's tokenizer; its BOS rule holds, unless the text spells the BOS.
+
+        Args:
+            string: The text.
+            add_special_tokens: False where the text does not begin there, so that no BOS is put before it.
+            **kwargs: Not read.
+        """
+        primary = self.ensemble.member_views[0]
         return encode_text(self.tokenizer, primary, string, starts=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Write a conversation as text, by the primary's chat template."""
+        """Write a conversation as text, by the primary's chat template.
+
+        Args:
+            chat_history: Turns with `role` and `content`.
+            add_generation_prompt: Whether an answer is to begin; else the last turn is gone on with.
+        """
         text = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -210,6 +228,13 @@ class EnsembleLM(TemplateLM):
         """Log-probability of whole texts, in disjoint windows of `max_length` ids; the first starts from BOS or EOS.
 
         A BOS that the tokenizer itself puts in front of a text is not scored.
+
+        Args:
+            requests: Requests of the harness, each with a text.
+            disable_tqdm: Whether to show no progress.
+
+        Returns:
+            The natural log-probability of each text.
         """
         windows: list[tuple[Ids, Ids]] = []
         counts = []
@@ -267,7 +292,18 @@ class EnsembleLM(TemplateLM):
     # Texts
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue each request's text until one of its stop strings, the end of the text or its most new ids."""
+        """Continue each request's text until one of its stop strings, the end of the text or its most new ids.
+
+        Args:
+            requests: Requests of the harness, each with a text and options of its task.
+            disable_tqdm: Whether to show no progress.
+
+        Returns:
+            The new texts, each without its stop string.
+
+        Raises:
+            ConfigurationError: If the new ids leave no room for a prompt.
+        """
         groups: dict[str, list[int]] = defaultdict(list)
         for n, request in enumerate(requests):
             groups[json.dumps(request.args[1], sort_keys=True, default=str)].append(n)

@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from .dev_set import mean_length, read_prompt, run_members
+from .dev_set import mean_lengths_of, read_prompt, run_members
 from .errors import ConfigurationError
 from .members.member import Member
 from .tables import aligned
@@ -88,73 +88,97 @@ class CompatibilityReport:
 
 
 def compare_members(
-    members: Sequence[Member],
-    union: UnionVocabulary,
-    text: str | None = None,
-    responses: Sequence[Sequence[str]] | None = None,
-    prompts: Sequence[str] | None = None,
-    max_new_tokens: int | None = None,
-    batch_size: int = 8,
-    **generate_options: Any,
+    ensemble: Any,
+    text: str | None,
+    responses: Sequence[Sequence[str]] | None,
+    prompts: Sequence[str] | None,
+    max_new_tokens: int | None,
+    batch_size: int,
+    options: Mapping[str, Any],
 ) -> CompatibilityReport:
-    """Compare the members of an ensemble; see `EnsembleForCausalLM.compatibility`."""
+    """Compare the members of an ensemble.
+
+    Args:
+        ensemble: An `EnsembleForCausalLM`.
+        text: A text whose words are cut; None for common words.
+        responses: For each member its responses; None if lengths are not compared.
+        prompts: Prompts to run every member on, for such responses.
+        max_new_tokens: Most ids of a response to `prompts`.
+        batch_size: Number of prompts that run together.
+        options: Other options of the members' `generate`.
+
+    Raises:
+        ConfigurationError: If `text` has no words, or responses or prompts are missing or too many.
+    """
+    members: Sequence[Member] = ensemble.member_views
+    union: UnionVocabulary = ensemble.union_vocabulary
     if prompts is not None:
         if responses is not None:
             raise ConfigurationError("give `responses`, or `prompts` to make them from, not both.")
         if isinstance(prompts, str) or not prompts:
             raise ConfigurationError(f"`prompts` has to be a list of at least one text, but is {prompts!r:.200}.")
         prompts = [read_prompt(prompt, n) for n, prompt in enumerate(prompts)]
-        responses = run_members(members, prompts, max_new_tokens, batch_size, generate_options)
-    elif max_new_tokens is not None or generate_options:
+        responses = run_members(ensemble, prompts, max_new_tokens, batch_size, options)
+    elif max_new_tokens is not None or options:
         raise ConfigurationError("options of `generate` have no use without `prompts`.")
-    if responses is not None and (len(responses) != len(members) or not all(map(len, responses))):
-        raise ConfigurationError(
-            f"`responses` must have one list that is not empty per member: got {[*map(len, responses)]} responses for "
-            f"{len(members)} members."
-        )
-    encoders = [member.encoder for member in members]
-    words = Counter(_common_words(encoders) if text is None else text.split())
+    lengths: Sequence[float | None] = [None] * len(members)
+    if responses is not None:
+        lengths = mean_lengths_of(responses, len(members), "member")
+    words = Counter(_common_words([member.encoder for member in members]) if text is None else text.split())
     if text is not None and not words:
         raise ConfigurationError("`text` has no words.")
-    num_words = words.total()
-    cuts = [_cut(encoder, list(words)) for encoder in encoders]
-    alike = [
-        sum(words[word] for word in words if own[word] == cuts[0][word]) / num_words if words else None for own in cuts
-    ]
-    lengths = [None] * len(members) if responses is None else [mean_length(texts) for texts in responses]
-    has_primary = union.union_to_member[0] >= 0
-    figures = []
-    for m, member in enumerate(members):
-        template, primary_template = member.tokenizer.chat_template, members[0].tokenizer.chat_template
-        is_same = m > 0 and template == primary_template
-        length, primary_length = lengths[m], lengths[0]
-        num_tokens = sum(count * len(cuts[m][word]) for word, count in words.items())
-        figures.append(
-            MemberFigures(
-                name=member.name,
-                num_entries=len(encoders[m].id_of),
-                shared_with_primary=(
-                    int((has_primary & (union.union_to_member[m] >= 0)).sum()) if m else len(encoders[0].id_of)
-                ),
-                words_cut_alike=alike[m],
-                tokens_per_word=num_tokens / num_words if words else None,
-                context_length=getattr(
-                    member.model.config.get_text_config(decoder=True), "max_position_embeddings", None
-                ),
-                eos_tokens=tuple(map(str, member.tokenizer.convert_ids_to_tokens(member.eos_token_ids))),
-                chat_template="none" if template is None else "as the primary" if is_same else "own",
-                mean_length=length,
-                length_ratio=None if length is None or not primary_length else length / primary_length,
-            )
+    cuts = [_cut(member.encoder, list(words)) for member in members]
+    in_primary = union.union_to_member[0] >= 0
+    num_shared = [int((in_primary & (own >= 0)).sum()) for own in union.union_to_member]
+    # Among the primary's own are its control tokens, which are no entries.
+    num_shared[0] = len(members[0].encoder.id_of)
+    figures = [
+        MemberFigures(
+            name=member.name,
+            num_entries=len(member.encoder.id_of),
+            shared_with_primary=num_shared[m],
+            words_cut_alike=_share_alike(words, [cuts[0], cuts[m]]),
+            tokens_per_word=_mean_number(words, cuts[m]),
+            context_length=getattr(member.model.config.get_text_config(decoder=True), "max_position_embeddings", None),
+            eos_tokens=tuple(map(str, member.tokenizer.convert_ids_to_tokens(member.eos_token_ids))),
+            chat_template=_whose_template([other.tokenizer.chat_template for other in members], m),
+            mean_length=lengths[m],
+            length_ratio=_quotient(lengths[m], lengths[0]),
         )
-    all_alike = sum(words[word] for word in words if all(own[word] == cuts[0][word] for own in cuts))
+        for m, member in enumerate(members)
+    ]
     return CompatibilityReport(
         members=tuple(figures),
         union_size=len(union),
-        num_shared=union.num_shared if len(members) > 1 else len(encoders[0].id_of),
-        num_words=num_words,
-        words_cut_alike=all_alike / num_words if words else None,
+        num_shared=union.num_shared if len(members) > 1 else num_shared[0],
+        num_words=words.total(),
+        words_cut_alike=_share_alike(words, cuts),
     )
+
+
+_Cut: TypeAlias = dict[str, tuple[bytes, ...]]
+"""For each word its pieces."""
+
+
+def _share_alike(words: Counter[str], cuts: Sequence[_Cut]) -> float | None:
+    """Share of the words, each as often as it occurs, that are in the same pieces in all of these."""
+    alike = sum(count for word, count in words.items() if all(own[word] == cuts[0][word] for own in cuts))
+    return _quotient(alike, words.total())
+
+
+def _mean_number(words: Counter[str], cut: _Cut) -> float | None:
+    """Mean number of pieces of a word, each as often as it occurs."""
+    return _quotient(sum(count * len(cut[word]) for word, count in words.items()), words.total())
+
+
+def _quotient(value: float | None, other: float | None) -> float | None:
+    return value / other if value is not None and other else None
+
+
+def _whose_template(templates: Sequence[str | None], m: int) -> str:
+    if templates[m] is None:
+        return "none"
+    return "as the primary" if m and templates[m] == templates[0] else "own"
 
 
 def _common_words(encoders: Sequence[ByteEncoder]) -> list[str]:
@@ -176,7 +200,7 @@ def _common_words(encoders: Sequence[ByteEncoder]) -> list[str]:
     return list(found)
 
 
-def _cut(encoder: ByteEncoder, words: Sequence[str]) -> dict[str, tuple[bytes, ...]]:
+def _cut(encoder: ByteEncoder, words: Sequence[str]) -> _Cut:
     """The pieces into which each word is cut, after a space and inside a text."""
     spaced = [b" " + word.encode("utf-8", "replace") for word in words]
     return {

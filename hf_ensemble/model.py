@@ -389,16 +389,36 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
         Raises:
             ConfigurationError: If `text` has no words, or responses or prompts are missing or too many.
         """
-        return compare_members(
-            self._members,
-            self.union_vocabulary,
-            text,
-            responses,
-            prompts,
-            max_new_tokens,
-            batch_size,
-            **generate_options,
-        )
+        return compare_members(self, text, responses, prompts, max_new_tokens, batch_size, generate_options)
+
+    @property
+    def member_views(self) -> tuple[Member, ...]:
+        """The members as this library sees them, the primary first: name, tokenizer, vocabulary, EOS ids, positions."""
+        return tuple(self._members)
+
+    def alone(self, member: int | str) -> "EnsembleForCausalLM":
+        """One member as an ensemble of one, which writes and scores as that member does by itself.
+
+        It shares model and tokenizer with this ensemble, and keeps the member's name, EOS ids and chat template. Its
+        generation config is the member's own.
+
+        Args:
+            member: Number of the member, 0 for the primary, or its name.
+
+        Raises:
+            ConfigurationError: If there is no such member, or more than one of that name.
+        """
+        names = [view.name for view in self._members]
+        index = names.index(member) if isinstance(member, str) and names.count(member) == 1 else member
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(names):
+            raise ConfigurationError(
+                f"`member` has to be a number from 0 to {len(names) - 1} or the name of one member "
+                f"({', '.join(map(repr, names))}), but is {member!r}."
+            )
+        view, item = self._members[index], dataclasses.replace(self.config.members[index])
+        config = EnsembleConfig(members=[item], method="gac", primary_config=copy.deepcopy(view.model.config))
+        config._attn_implementation = view.model.config._attn_implementation
+        return type(self)(config, [view])
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         """Render a conversation, or a batch of them, so that `generate` gives every member its own rendering.

@@ -172,7 +172,7 @@ def build_app(ensemble: EnsembleForCausalLM, name: str | None = None, *, enable_
         name: What clients ask for. Default: the members' names, joined by `+`.
         enable_cors: Whether pages of other hosts may ask.
     """
-    name = name or "+".join(member.name for member in ensemble._members)
+    name = name or "+".join(member.name for member in ensemble.member_views)
     manager, state = _OneEnsemble(ensemble, name), _OneState()
     handlers: dict[str, Any] = {
         "chat_handler": _Chat(manager, state),

@@ -116,7 +116,7 @@ def test_members_may_have_a_device_each_or_be_spread_over_both(method, tmp_path)
 @pytest.mark.parametrize("method", ["gac", "unite"])
 def test_captured_mixing_equals_uncaptured_with_ties_and_changing_inputs(method):
     ensemble = make(method, ("cuda", "cuda"))
-    plain = ensemble._method(ensemble.config.method, list(ensemble._members[0].eos_token_ids))
+    plain = ensemble._kept.method(ensemble.config.method, list(ensemble._members[0].eos_token_ids))
     captured = CapturedMix(plain)
     for step in range(6):
         torch.manual_seed(step)
@@ -132,9 +132,9 @@ def deepen_on_gpu(**options):
     """The same method twice, with and without graphs, and logits of a step."""
     ensemble = make(DeepenConfig(**options), ("cuda", "cuda"))
     eos_ids = list(ensemble._members[0].eos_token_ids)
-    captured = ensemble._method(ensemble.config.method, eos_ids)
-    ensemble._methods.clear()
-    plain = ensemble._method(ensemble.config.method, eos_ids)
+    captured = ensemble._kept.method(ensemble.config.method, eos_ids)
+    ensemble._kept.methods.clear()
+    plain = ensemble._kept.method(ensemble.config.method, eos_ids)
     plain._drop_graphs = lambda: None
     plain._captured_look, plain._captured_fuse = plain._look, plain._fuse
 

@@ -56,7 +56,7 @@ def test_common_words_are_the_first_words_of_the_vocabularies(ensemble):
 
 def test_entries_are_counted_by_what_they_write(ensemble):
     report = ensemble.compatibility()
-    texts = [set(member.encoder.id_of) for member in ensemble._members]
+    texts = [set(member.encoder.id_of) for member in ensemble.member_views]
     assert [member.num_entries for member in report.members] == list(map(len, texts))
     assert report.num_shared == report.members[1].shared_with_primary == len(texts[0] & texts[1])
     assert report.members[0].shared_with_primary == len(texts[0])

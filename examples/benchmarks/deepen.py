@@ -97,7 +97,7 @@ def time_steps(ensemble: EnsembleForCausalLM, new_tokens: int, rounds: int) -> N
     ensemble.generate(**inputs, **{**settings, "max_new_tokens": 2}, method="gac")
     for _ in range(rounds):
         for name, config in configs().items():
-            for method in ensemble._methods.values():
+            for method in ensemble._kept.methods.values():
                 method.forget()
             peak = Peak(ensemble.device)
             turns = TakeTurns([])

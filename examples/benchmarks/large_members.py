@@ -140,7 +140,7 @@ def time_again(ensemble, ids: torch.Tensor, new_tokens: int, method: str) -> flo
 def time_fusion(ensemble, method: str, repeats: int = 100) -> list[float]:
     """Milliseconds of fusing one step: from both members' logits to the fused scores."""
     fuser = CapturedMix(
-        ensemble._method(hf_ensemble.config.method_config(method), list(ensemble._members[0].eos_token_ids))
+        ensemble._kept.method(hf_ensemble.config.method_config(method), list(ensemble._members[0].eos_token_ids))
     )
     logits = [torch.randn(1, m.config.vocab_size, device=ensemble.device) for m in ensemble.members]
     weights = torch.full((1, len(logits)), 1 / len(logits), device=ensemble.device)

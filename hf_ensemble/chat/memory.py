@@ -25,7 +25,13 @@ _num_ids = 0
 
 
 def remember(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], conversation: Conversation) -> None:
-    """Keep a conversation under the ids, without padding, that the primary's tokenizer renders it to."""
+    """Keep a conversation.
+
+    Args:
+        tokenizer: The primary's tokenizer.
+        ids: What it renders the conversation to, without padding.
+        conversation: The conversation.
+    """
     global _num_ids
     key, size = _key(tokenizer, ids), max(_LEAST, len(ids))
     with _lock:
@@ -38,7 +44,12 @@ def remember(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], conversatio
 
 
 def recall(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Conversation | None:
-    """The conversation that these ids render, if it is kept."""
+    """The conversation that these ids render, if it is kept.
+
+    Args:
+        tokenizer: The primary's tokenizer.
+        ids: Its ids, without padding.
+    """
     key = _key(tokenizer, ids)
     with _lock:
         if key not in _conversations:

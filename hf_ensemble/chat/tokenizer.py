@@ -56,23 +56,13 @@ class _RemembersConversations:
             "continue_final_message": continue_final_message,
             "documents": documents,
         }
+        shape = {"padding": padding, "max_length": max_length, "return_tensors": return_tensors}
         if return_assistant_tokens_mask:
             # For training; there is nothing to remember.
-            return super().apply_chat_template(  # type: ignore[misc]
-                conversation,
-                tools=tools,
-                chat_template=chat_template,
-                tokenize=tokenize,
-                padding=padding,
-                truncation=truncation,
-                max_length=max_length,
-                return_tensors=return_tensors,
-                return_dict=return_dict,
-                return_assistant_tokens_mask=True,
-                tokenizer_kwargs=tokenizer_kwargs,
-                **options,
-                **template_kwargs,
-            )
+            own = {"tools": tools, "chat_template": chat_template, "tokenize": tokenize, "truncation": truncation}
+            own |= {"return_dict": return_dict, "return_assistant_tokens_mask": True}
+            own |= {"tokenizer_kwargs": tokenizer_kwargs} | shape | options | template_kwargs
+            return super().apply_chat_template(conversation, **own)  # type: ignore[misc]
         conversations, is_batch = read_conversations(conversation, tools, variables=template_kwargs, **options)
         renderer = self._renderer(chat_template)
         if not tokenize:
@@ -88,7 +78,7 @@ class _RemembersConversations:
             if len(shortened) == len(ids):
                 remember(self, ids, item)
             rows.append(shortened)
-        encoded = self._encoding(rows, padding, max_length, return_tensors, tokenizer_kwargs or {})
+        encoded = self._encoding(rows, shape, tokenizer_kwargs or {})
         if not is_batch and return_tensors is None:
             encoded = BatchEncoding({key: values[0] for key, values in encoded.items()})
         return encoded if return_dict else encoded["input_ids"]
@@ -111,14 +101,7 @@ class _RemembersConversations:
             return ids
         return ids[-limit:] if self.truncation_side == "left" else ids[:limit]
 
-    def _encoding(
-        self: Any,
-        rows: list[list[int]],
-        padding: Any,
-        max_length: int | None,
-        return_tensors: Any,
-        options: dict[str, Any],
-    ) -> BatchEncoding:
+    def _encoding(self: Any, rows: list[list[int]], shape: dict[str, Any], options: dict[str, Any]) -> BatchEncoding:
         known = {"pad_to_multiple_of", "padding_side", "return_attention_mask"}
         if unknown := sorted(set(options) - known):
             raise ConfigurationError(
@@ -129,9 +112,7 @@ class _RemembersConversations:
             values["token_type_ids"] = [[0] * len(row) for row in rows]
         # It would advise to tokenize text instead.
         self.deprecation_warnings = {**self.deprecation_warnings, "Asking-to-pad-a-fast-tokenizer": True}
-        encoded: BatchEncoding = self.pad(
-            values, padding=padding, max_length=max_length, return_tensors=return_tensors, verbose=False, **options
-        )
+        encoded: BatchEncoding = self.pad(values, verbose=False, **shape, **options)
         return encoded
 
     def __reduce_ex__(self, protocol: Any) -> Any:

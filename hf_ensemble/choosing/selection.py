@@ -1,12 +1,13 @@
 """Choosing members before they are put together: determine, then ensemble."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import check_positive_integer, is_number
-from ..dev_set import Metric, are_texts, mean_length, read_examples, read_metric, run_members, score_responses
+from ..dev_set import Metric, mean_lengths_of, read_examples, read_metric, run_members, score_responses
 from ..errors import ConfigurationError
 from ..messages import wrong_count
 from ..model import EnsembleForCausalLM
@@ -126,74 +127,94 @@ def select_members(
         (https://arxiv.org/abs/2410.03777), section 4.1.
     """
     _check_limits(max_members, max_gap, max_length_ratio)
-    if isinstance(candidates, EnsembleForCausalLM):
-        names = [member.name for member in candidates._members]
-    else:
-        names = [] if isinstance(candidates, str) else [str(name) for name in candidates]
-    if not names:
-        raise ConfigurationError(
-            f"`candidates` has to be an ensemble or a list of at least one name, but is {candidates!r}."
-        )
+    names = _names_of(candidates)
     if (examples is None) == (scores is None):
         raise ConfigurationError("give either `scores`, or `examples` and a `metric` to measure them with.")
     if examples is not None:
         if mean_lengths is not None or responses is not None:
             raise ConfigurationError("`mean_lengths` and `responses` are measured where `examples` are given.")
-        scores, responses = _measure(candidates, examples, metric, max_new_tokens, batch_size, generate_options)
+        figures, responses = _measure(candidates, examples, metric, max_new_tokens, batch_size, generate_options)
     else:
         assert scores is not None
         unused = {"metric": metric, "max_new_tokens": max_new_tokens, **generate_options}
         if given := [name for name, value in unused.items() if value is not None]:
             raise ConfigurationError(f"`{given[0]}` has no use where `scores` are given.")
-        scores = _figures("scores", scores, len(names))
-        if 0 < max(scores) <= 1 < max_gap:
+        figures = _figures("scores", scores, len(names))
+        if 0 < max(figures) <= 1 < max_gap:
             raise ConfigurationError(
-                f"`scores` are in points (percent), but the best is {max(scores):g}. Give percent, or a `max_gap` on "
+                f"`scores` are in points (percent), but the best is {max(figures):g}. Give percent, or a `max_gap` on "
                 "their scale."
             )
-    if responses is not None:
-        if mean_lengths is not None:
-            raise ConfigurationError("give `responses` or `mean_lengths`, not both.")
-        if not all(are_texts(texts) for texts in responses):
-            raise ConfigurationError("`responses` must have a list of texts for each candidate.")
-        if len(responses) != len(names) or not all(map(len, responses)):
-            raise ConfigurationError(
-                f"`responses` must have one list that is not empty per candidate: got {[*map(len, responses)]} "
-                f"responses for {len(names)} candidates."
-            )
-        mean_lengths = [mean_length(texts) for texts in responses]
-    lengths: list[float | None] = [None] * len(names)
-    if mean_lengths is not None:
-        lengths = list(_figures("mean_lengths", mean_lengths, len(names)))
-        if min(mean_lengths) < 0:
-            raise ConfigurationError(f"`mean_lengths` must be at least 0, but are {list(mean_lengths)}.")
-
-    order = sorted(range(len(names)), key=lambda i: -scores[i])
+    lengths = _lengths(mean_lengths, responses, len(names))
+    order = sorted(range(len(names)), key=lambda i: -figures[i])
     best = order[0]
     table: list[CandidateReport] = []
     for i in order:
-        gap = scores[best] - scores[i]
-        ratio = _length_ratio(lengths[best], lengths[i])
-        is_taken, reason = True, "the best score"
-        if i != best:
-            # Differences of decimal figures are not exact: 64.4 - 54.4 is above 10.
-            is_taken = False
-            if gap > max_gap + 1e-9:
-                reason = f"{gap:.1f} points below {names[best]}, more than {max_gap:g}"
-            elif ratio is not None and ratio > max_length_ratio + 1e-9:
-                longer = "longer" if (lengths[i] or 0) > (lengths[best] or 0) else "shorter"
-                reason = (
-                    f"responses {ratio:.1f} times {longer} than those of {names[best]}, more than {max_length_ratio:g}"
-                )
-            elif max_members is not None and sum(row.is_taken for row in table) == max_members:
-                reason = f"there are {max_members} members already"
-            else:
-                is_taken = True
-                alike = "lengths not compared" if ratio is None else f"lengths within a factor {ratio:.1f}"
-                reason = f"{gap:.1f} points below {names[best]}, {alike}"
-        texts = None if responses is None else tuple(responses[i])
-        table.append(CandidateReport(i, names[i], scores[i], gap, lengths[i], ratio, is_taken, reason, texts))
+        row = CandidateReport(
+            index=i,
+            name=names[i],
+            score=figures[i],
+            gap=figures[best] - figures[i],
+            mean_length=lengths[i],
+            length_ratio=_length_ratio(lengths[best], lengths[i]),
+            is_taken=False,
+            reason="",
+            responses=None if responses is None else tuple(responses[i]),
+        )
+        taken = [other for other in table if other.is_taken]
+        is_taken, reason = _judge(row, taken, max_members, max_gap, max_length_ratio)
+        table.append(dataclasses.replace(row, is_taken=is_taken, reason=reason))
     return Selection(tuple(table))
+
+
+def _judge(
+    row: CandidateReport,
+    taken: Sequence[CandidateReport],
+    max_members: int | None,
+    max_gap: float,
+    max_length_ratio: float,
+) -> tuple[bool, str]:
+    """Whether a candidate is taken beside those that are taken already, and why."""
+    if not taken:
+        return True, "the best score"
+    best, ratio = taken[0], row.length_ratio
+    # Differences of decimal figures are not exact: 64.4 - 54.4 is above 10.
+    if row.gap > max_gap + 1e-9:
+        return False, f"{row.gap:.1f} points below {best.name}, more than {max_gap:g}"
+    if ratio is not None and ratio > max_length_ratio + 1e-9:
+        longer = "longer" if (row.mean_length or 0) > (best.mean_length or 0) else "shorter"
+        return False, f"responses {ratio:.1f} times {longer} than those of {best.name}, more than {max_length_ratio:g}"
+    if len(taken) == max_members:
+        return False, f"there are {max_members} members already"
+    alike = "lengths not compared" if ratio is None else f"lengths within a factor {ratio:.1f}"
+    return True, f"{row.gap:.1f} points below {best.name}, {alike}"
+
+
+def _names_of(candidates: Any) -> list[str]:
+    if isinstance(candidates, EnsembleForCausalLM):
+        return [member.name for member in candidates.member_views]
+    names = [] if isinstance(candidates, str) else [str(name) for name in candidates]
+    if not names:
+        raise ConfigurationError(
+            f"`candidates` has to be an ensemble or a list of at least one name, but is {candidates!r}."
+        )
+    return names
+
+
+def _lengths(
+    given: Sequence[float] | None, responses: Sequence[Sequence[str]] | None, count: int
+) -> Sequence[float | None]:
+    """The candidates' mean lengths, as given or of their responses."""
+    if responses is not None:
+        if given is not None:
+            raise ConfigurationError("give `responses` or `mean_lengths`, not both.")
+        return mean_lengths_of(responses, count, "candidate")
+    if given is None:
+        return [None] * count
+    lengths = _figures("mean_lengths", given, count)
+    if min(lengths) < 0:
+        raise ConfigurationError(f"`mean_lengths` must be at least 0, but are {list(given)}.")
+    return lengths
 
 
 def _measure(
@@ -206,10 +227,9 @@ def _measure(
         raise ConfigurationError("`metric` must be given with `examples`.")
     read = read_examples(examples)
     measure = read_metric(metric)
-    members = candidates._members
-    responses = run_members(members, [example.prompt for example in read], max_new_tokens, batch_size, options)
+    responses = run_members(candidates, [example.prompt for example in read], max_new_tokens, batch_size, options)
     values = [score_responses(texts, read, measure) for texts in responses]
-    for member, value in zip(members, values, strict=True):
+    for member, value in zip(candidates.member_views, values, strict=True):
         if not 0 <= value <= 1:
             raise ConfigurationError(
                 f"the metric has to give numbers from 0 to 1, but its mean for {member.name!r} is {value:g}. Divide it "

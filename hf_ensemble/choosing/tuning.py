@@ -124,7 +124,7 @@ def tune_method(
     if state_file is not None:
         settings = {
             "format": _FORMAT,
-            "members": [describe_member(member) for member in ensemble._members],
+            "members": [describe_member(member) for member in ensemble.member_views],
             "prompts": prompts,
             "generation config": describe_generation_config(ensemble),
             "options": {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **generate_options},
@@ -144,7 +144,6 @@ def tune_method(
                 began = time.perf_counter()
                 batches = run_batches(
                     ensemble,
-                    ensemble.tokenizer,
                     prompts,
                     max_new_tokens,
                     batch_size,

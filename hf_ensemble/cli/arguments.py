@@ -1,11 +1,11 @@
-"""Arguments that several subcommands take: the members, the method, the prompts, and how texts are generated."""
+"""What arguments of several commands ask for: an ensemble, its method, the prompts, and options of `generate`."""
 
 import argparse
 import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -15,138 +15,55 @@ from ..config import METHODS, MemberConfig, MethodConfig, method_config
 from ..errors import ConfigurationError
 from ..files import read_text
 from ..model import EnsembleForCausalLM
+from .parsers import UsageError
 
 
-class UsageError(Exception):
-    """Arguments that make no sense."""
+def load_ensemble(args: argparse.Namespace, places: Sequence[int] | None = None) -> EnsembleForCausalLM:
+    """Load the ensemble that the arguments name: its members, and perhaps a method and weights.
 
+    Args:
+        args: The arguments.
+        places: Places of the members among `--members`, where not all are wanted or in another order.
 
-def new_parser(
-    subparsers: Any, name: str, summary: str, examples: str, parents: list[argparse.ArgumentParser]
-) -> argparse.ArgumentParser:
-    """Add the parser of a subcommand, whose help ends with its examples."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=f"examples:\n{examples}",
-        parents=parents,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return parser
-
-
-def member_arguments() -> argparse.ArgumentParser:
-    """Which models, and how they are loaded."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("members")
-    group.add_argument(
-        "--members",
-        nargs="+",
-        required=True,
-        metavar="MODEL",
-        help="Hub ids or paths, the primary first, or that of a saved ensemble",
-    )
-    group.add_argument("--dtype", nargs="+", help="of the weights: one, or one a member")
-    group.add_argument("--device-map", nargs="+", help="where the weights go: one, or one a member")
-    group.add_argument("--revision", nargs="+", help="branch, tag or commit on the Hub: one, or one a member")
-    return parser
-
-
-def method_arguments() -> argparse.ArgumentParser:
-    """How the members are mixed."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("method")
-    group.add_argument("--method", help=f"{', '.join(METHODS)} (default: as saved, else unite)")
-    group.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the method; can be repeated"
-    )
-    group.add_argument("--weights", nargs="+", type=float, metavar="WEIGHT", help="mixing weights, one a member")
-    return parser
-
-
-def prompt_arguments() -> argparse.ArgumentParser:
-    """What is gone on from."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("prompts")
-    group.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="texts, before `--members` (default: all of stdin as one)"
-    )
-    group.add_argument("--file", help="a file to read instead")
-    group.add_argument("--lines", action="store_true", help="each line of the file, or of stdin, is a prompt")
-    return parser
-
-
-def length_arguments(max_new_tokens: int = 128) -> argparse.ArgumentParser:
-    """When a text ends, and options of `generate` that have no argument here."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("texts")
-    group.add_argument(
-        "--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"default: {max_new_tokens}"
-    )
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends a text; can be repeated")
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any other option of `generate`, as JSON or a plain word; can be repeated",
-    )
-    return parser
-
-
-def sampling_arguments() -> argparse.ArgumentParser:
-    """How tokens are drawn."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("sampling (greedy decoding without any of these)")
-    group.add_argument("--sample", action="store_true", help="draw tokens")
-    group.add_argument("--temperature", type=float, metavar="T")
-    group.add_argument("--top-k", type=int, metavar="K")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--seed", type=int)
-    return parser
-
-
-def output_arguments() -> argparse.ArgumentParser:
-    """Where results go, and in which form."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="JSON instead of text")
-    group.add_argument("--output", metavar="FILE", help="write there, and only once all is done (default: stdout)")
-    return parser
-
-
-def load_ensemble(args: argparse.Namespace) -> EnsembleForCausalLM:
-    """Load the ensemble that the arguments name: those of `member_arguments`, and perhaps of `method_arguments`."""
-    count = len(args.members)
+    Raises:
+        UsageError: If a list does not have one value a member.
+        ConfigurationError: If a member cannot be loaded.
+    """
+    places = range(len(args.members)) if places is None else places
     options: dict[str, Any] = {"method": read_method(args), "weights": getattr(args, "weights", None)}
     for name in ("dtype", "device_map"):
-        given = _per_member(name, getattr(args, name), count)
+        given = _per_member(name, args, places)
         if given is not None:
             options[name] = given
-    revision = _per_member("revision", args.revision, count)
-    if count == 1:
+    revision = _per_member("revision", args, places)
+    if len(args.members) == 1:
         source: Any = args.members[0]
         if revision is not None:
             options["revision"] = revision
     else:
-        revisions = revision if isinstance(revision, list) else [revision] * count
-        source = [MemberConfig(path=path, revision=own) for path, own in zip(args.members, revisions, strict=True)]
+        revisions = revision if isinstance(revision, list) else [revision] * len(places)
+        paths = [args.members[place] for place in places]
+        source = [MemberConfig(path=path, revision=own) for path, own in zip(paths, revisions, strict=True)]
     return EnsembleForCausalLM.from_pretrained(source, **options)
 
 
-def _per_member(name: str, values: list[str] | None, count: int) -> Any:
+def _per_member(name: str, args: argparse.Namespace, places: Sequence[int]) -> Any:
+    values, count = getattr(args, name), len(args.members)
     if values is None or len(values) == 1:
         return values[0] if values else None
     if len(values) != count:
         raise UsageError(
             f"`--{name.replace('_', '-')}` takes one value, or one a member: got {len(values)} for {count} members."
         )
-    return values
+    return [values[place] for place in places]
 
 
 def read_method(args: argparse.Namespace) -> MethodConfig | None:
-    """The method with its options; None if the arguments name none."""
+    """The method with its options; None if the arguments name none.
+
+    Raises:
+        UsageError: If there is no such method or option, or a value is none of its type.
+    """
     name, pairs = getattr(args, "method", None), getattr(args, "option", [])
     if name is None:
         if pairs:
@@ -196,27 +113,30 @@ def _pairs(argument: str, pairs: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts that the arguments, a file or stdin give."""
+    """The prompts that the arguments, a file or stdin give.
+
+    Raises:
+        UsageError: If there is none, one is empty, or there are two sources.
+    """
     if args.prompt and args.file:
         raise UsageError("give prompts as arguments or in a `--file`, not both.")
-    if args.prompt:
-        prompts: list[str] = args.prompt
-    else:
-        if args.file:
-            text = read_text(args.file)
-        elif sys.stdin.isatty():
-            raise UsageError("there is no prompt: give one as an argument, in a `--file`, or on stdin.")
-        else:
-            text = sys.stdin.read()
-        prompts = text.split("\n") if args.lines else [text.removesuffix("\n")]
-        prompts = [prompt for prompt in prompts if prompt]
-    if not prompts or not all(prompts):
+    prompts: list[str] = args.prompt
+    if not prompts and (args.file or not sys.stdin.isatty()):
+        text = read_text(args.file) if args.file else sys.stdin.read()
+        prompts = [prompt for prompt in (text.split("\n") if args.lines else [text.removesuffix("\n")]) if prompt]
+    if not prompts:
+        raise UsageError("there is no prompt: give one as an argument before `--members`, in a `--file`, or on stdin.")
+    if not all(prompts):
         raise UsageError("a prompt is empty: give some text to go on from.")
     return prompts
 
 
 def generate_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of `generate`, `max_new_tokens` among them; decoding is greedy unless they say other."""
+    """Options of `generate`, `max_new_tokens` among them; decoding is greedy unless they say other.
+
+    Raises:
+        UsageError: If a value cannot be used.
+    """
     if args.max_new_tokens < 1:
         raise UsageError(f"`--max-new-tokens` has to be a positive integer, but is {args.max_new_tokens}.")
     sampling = {name: getattr(args, name, None) for name in ("temperature", "top_k", "top_p")}

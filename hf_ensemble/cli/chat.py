@@ -13,37 +13,7 @@ from ..model import EnsembleForCausalLM
 from . import arguments
 from .conversation import answer
 from .output import output
-
-_EXAMPLES = """\
-  hf-ensemble chat --members chat-a model-b
-  hf-ensemble chat --members my-chat --system "Answer in one sentence." --temperature 0.7
-  hf-ensemble chat --members chat-a model-b --method gac --max-new-tokens 16
-"""
-
-_COMMANDS = """\
-/reset        forget the conversation, not the system message
-/system TEXT  set the system message, and forget the conversation; without TEXT: no system message
-/save FILE    write the conversation as JSON
-/exit         end, as does the end of the input (Ctrl-D)
-Ctrl-C interrupts an answer.
-"""
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand's parser."""
-    parser = arguments.new_parser(
-        subparsers,
-        "chat",
-        "talk with an ensemble; answers are streamed",
-        f"{_EXAMPLES}\nin the conversation:\n" + "".join(f"  {line}\n" for line in _COMMANDS.splitlines()),
-        [
-            arguments.member_arguments(),
-            arguments.method_arguments(),
-            arguments.length_arguments(512),
-            arguments.sampling_arguments(),
-        ],
-    )
-    parser.add_argument("--system", metavar="TEXT", help="system message")
+from .parsers import CHAT_COMMANDS
 
 
 class _Printer(TextStreamer):
@@ -90,7 +60,7 @@ class _Chat:
                 json.dump(self.messages, file, ensure_ascii=False, indent=2)
             _note(f"saved in {rest}")
         else:
-            _note(_COMMANDS)
+            _note(CHAT_COMMANDS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -101,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     if is_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (lets `input` edit lines and remember them)
-        _note(_COMMANDS)
+        _note(CHAT_COMMANDS)
     with arguments.seeded(args.seed):
         while True:
             try:

@@ -1,43 +1,15 @@
-"""The command line as a whole: its subcommands, and what becomes of errors, warnings and interruptions."""
+"""The command line as a whole: what runs a command, and what becomes of errors, warnings and interruptions."""
 
-import argparse
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from importlib import import_module
+from typing import Any
 
-from .. import __version__
 from ..errors import EnsembleError
-from . import chat, compare, eval, generate, inspect, select, serve
-from .arguments import UsageError
-
-COMMANDS = (generate, chat, compare, inspect, select, eval, serve)
-"""Modules of a subcommand each: `add_parser(subparsers)` adds its parser, `run(args)` runs it."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one line."""
-        self.exit(2, f"hf-ensemble: error: {message} (see `{self.prog} --help`)\n")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Make the parser of all subcommands."""
-    parser = _Parser(
-        prog="hf-ensemble",
-        description="Several language models, with different tokenizers, that decode together as one.",
-        epilog="`hf-ensemble COMMAND --help` shows a command's options and examples.",
-    )
-    parser.add_argument("--version", action="version", version=f"hf_ensemble {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in COMMANDS:
-        module.add_parser(subparsers)
-    for module, subparser in zip(COMMANDS, subparsers.choices.values(), strict=True):
-        subparser.set_defaults(run=module.run)
-        subparser.add_argument("--traceback", action="store_true", help="show all of an error, not one line")
-    return parser
+from .parsers import UsageError, build_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            args.run(args)
+            # Only now, so that help and mistakes need no torch.
+            import_module(f".{args.command}", __package__).run(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
         return 130

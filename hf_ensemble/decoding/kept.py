@@ -24,16 +24,19 @@ class Kept:
     Args:
         members: The members; the first is the primary.
         union: Their union vocabulary.
+
+    Attributes:
+        methods: Those that are ready, by options, EOS ids and device.
     """
 
     def __init__(self, members: Sequence[Member], union: UnionVocabulary):
         self.members = members
         self.union = union
-        self._methods: dict[Hashable, TokenMethod] = {}
+        self.methods: dict[Hashable, TokenMethod] = {}
         self._draft_lengths: dict[Hashable, DraftLength] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_methods": {}, "_draft_lengths": {}}
+        return {**self.__dict__, "methods": {}, "_draft_lengths": {}}
 
     def method(self, config: MethodConfig, eos_ids: Sequence[int], device: torch.device | None = None) -> TokenMethod:
         """Give a token-level method, made for these members; others give back memory of what can be made again.
@@ -45,15 +48,15 @@ class Kept:
         """
         device = device or self.members[0].device
         key = (config, tuple(eos_ids), device)
-        for other_key, other in list(self._methods.items()):
+        for other_key, other in list(self.methods.items()):
             if other_key != key:
                 other.forget()
-        method = self._methods.get(key)
+        method = self.methods.get(key)
         if method is None or method.is_stale:
-            if len(self._methods) >= _MAX_METHODS:
-                self._methods.clear()
+            if len(self.methods) >= _MAX_METHODS:
+                self.methods.clear()
             method = config.build(self.members, self.union, eos_ids_of(self.members, eos_ids), device)
-            self._methods[key] = method
+            self.methods[key] = method
         return method
 
     def take_draft_length(self, kind: Hashable, make: Callable[[], DraftLength]) -> DraftLength:

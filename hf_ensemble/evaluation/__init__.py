@@ -1,6 +1,7 @@
 """Evaluating an ensemble and its members: exact match, accuracy and bits per byte on files of JSON lines."""
 
-from .results import Evaluation, Result
+from .marking import Result
+from .results import Evaluation
 from .run import Configuration, evaluate
 from .sets import EvaluationSet, Item, normalize_answer, read_set
 

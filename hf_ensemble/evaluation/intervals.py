@@ -16,6 +16,10 @@ class Estimate(NamedTuple):
     high: float
 
 
+NO_ESTIMATE = Estimate(math.nan, math.nan, math.nan)
+"""Of nothing."""
+
+
 def share(num_right: int, count: int) -> Estimate:
     """Estimate a share, with Wilson's interval.
 
@@ -29,10 +33,13 @@ def share(num_right: int, count: int) -> Estimate:
     p, shrink = num_right / count, 1 + Z**2 / count
     middle = (p + Z**2 / (2 * count)) / shrink
     half = Z / shrink * math.sqrt(p * (1 - p) / count + Z**2 / (4 * count**2))
-    return Estimate(p, max(0.0, middle - half), min(1.0, middle + half))
+    # At 0 and at 1 the interval ends in the share itself, but for rounding.
+    return Estimate(p, max(0.0, min(p, middle - half)), min(1.0, max(p, middle + half)))
 
 
-def ratio(values: Sequence[float], sizes: Sequence[float]) -> Estimate:
+def ratio(
+    values: Sequence[float], sizes: Sequence[float], least: float = -math.inf, most: float = math.inf
+) -> Estimate:
     """Estimate the sum of values over the sum of sizes, as bits over bytes, with the normal interval.
 
     The error is that of the linearised ratio over examples. Differences of paired values over the same sizes are
@@ -41,6 +48,8 @@ def ratio(values: Sequence[float], sizes: Sequence[float]) -> Estimate:
     Args:
         values: One an example; may be infinite.
         sizes: One an example, positive.
+        least: Least value that such a ratio can have: no interval goes below.
+        most: Greatest value that it can have: none goes above.
     """
     n, total = len(values), math.fsum(sizes)
     if not all(map(math.isfinite, values)):
@@ -50,4 +59,4 @@ def ratio(values: Sequence[float], sizes: Sequence[float]) -> Estimate:
         return Estimate(estimate, math.nan, math.nan)
     squares = math.fsum((value - estimate * size) ** 2 for value, size in zip(values, sizes, strict=True))
     half = Z * math.sqrt(squares * n / (n - 1)) / total
-    return Estimate(estimate, estimate - half, estimate + half)
+    return Estimate(estimate, max(least, estimate - half), min(most, estimate + half))

@@ -2,31 +2,22 @@
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from ..config import (
-    EnsembleConfig,
-    MethodConfig,
-    check_positive_integer,
-    method_config,
-    normalize_weights,
-)
+from ..config import MethodConfig, check_positive_integer, method_config, normalize_weights
 from ..dev_set import run_batches
 from ..errors import ConfigurationError
-from ..methods import GacConfig
 from ..model import EnsembleForCausalLM
 from ..state_file import StateFile, describe_generation_config, describe_member, hash_of
-from .results import MEASURES, Evaluation, Outcomes, System
+from .marking import MEASURES, Outcomes, System, Work, works_for
+from .results import Evaluation
 from .sets import EvaluationSet, Item
 
 _FORMAT = 1
 """Part of every line of a state file: raise it when what is kept of an example can change."""
-
-Work = Literal["write", "score"]
 
 
 class Configuration(NamedTuple):
@@ -36,9 +27,16 @@ class Configuration(NamedTuple):
     weights: Sequence[float] | None = None
 
 
-@dataclass(frozen=True)
-class _Runner:
-    """A member or a configuration, with what is run for it."""
+class _Runner(NamedTuple):
+    """A member or a configuration, with what is run for it.
+
+    Attributes:
+        system: Its row of the table.
+        model: The ensemble, or the member as an ensemble of one.
+        method: Its method.
+        weights: Its mixing weights.
+        member: Number of the member; None for a configuration.
+    """
 
     system: System
     model: EnsembleForCausalLM
@@ -46,28 +44,43 @@ class _Runner:
     weights: list[float]
     member: int | None
 
-    def label(self, work: Work, evaluation_set: EvaluationSet, max_new_tokens: int) -> dict[str, Any]:
-        """What the outcome of an example depends on, beside the example and the members."""
-        method: MethodConfig = self.method
-        if work == "score" and method.decides == "spans":
-            # The score of a text is the mean over the members, whatever the options.
-            method = type(method)()
-        who = {"method": method.to_dict(), "weights": self.weights} if self.member is None else {"member": self.member}
-        if work == "score":
-            return {"work": work, **who}
-        stops = evaluation_set.stop_strings
-        return {"work": work, **who, "max_new_tokens": max_new_tokens, "stop_strings": stops}
 
-    def run(
-        self, work: Work, items: Sequence[Item], stops: list[str], max_new_tokens: int, batch_size: int
-    ) -> Iterator[list[Any]]:
-        """Yield the outcomes of batches of items, in their order."""
-        model: Any = self.model
-        options = {"method": self.method, "weights": self.weights}
-        if work == "write":
+class _Job(NamedTuple):
+    """One kind of work on one set by one of those that are compared."""
+
+    evaluation_set: EvaluationSet
+    work: Work
+    runner: _Runner
+    max_new_tokens: int
+
+    def label(self) -> dict[str, Any]:
+        """What the outcome of an example depends on, beside the example and the members."""
+        _, _, method, weights, member = self.runner
+        if self.work == "score" and method.likelihoods_ignore_options:
+            method = type(method)()
+        who = {"method": method.to_dict(), "weights": weights} if member is None else {"member": member}
+        if self.work == "score":
+            return {"work": self.work, **who}
+        stops = self.evaluation_set.stop_strings
+        return {"work": self.work, **who, "max_new_tokens": self.max_new_tokens, "stop_strings": stops}
+
+    def keys(self) -> list[str]:
+        """For each example what tells it from others."""
+        scored = self.work == "score"
+        return [hash_of([item.prompt, *(item.continuations if scored else ())]) for item in self.evaluation_set.items]
+
+    def length(self, item: Item) -> int:
+        """Number of characters that are read of an example."""
+        return len(item.prompt) + (max(map(len, item.continuations)) if self.work == "score" else 0)
+
+    def run(self, items: Sequence[Item], batch_size: int) -> Iterator[list[Any]]:
+        """Yield the outcomes of batches of examples, in their order."""
+        model = self.runner.model
+        options: dict[str, Any] = {"method": self.runner.method, "weights": self.runner.weights}
+        if self.work == "write":
             prompts = [item.prompt for item in items]
-            own = {**options, "stop_strings": stops}
-            yield from run_batches(model, model.tokenizer, prompts, max_new_tokens, batch_size, own)
+            options["stop_strings"] = self.evaluation_set.stop_strings
+            yield from run_batches(model, prompts, self.max_new_tokens, batch_size, options)
             return
         per_batch = max(1, batch_size // len(items[0].continuations))
         for start in range(0, len(items), per_batch):
@@ -127,67 +140,82 @@ def evaluate(
         MemberError: If a member fails.
     """
     sets = [sets] if isinstance(sets, EvaluationSet) else list(sets)
+    _check(sets, measures, time_limit)
+    check_positive_integer("max_new_tokens", max_new_tokens)
+    check_positive_integer("batch_size", batch_size)
+    runners = _runners(ensemble, configurations, members)
+    kept = _Kept(ensemble, state_file)
+    jobs = [
+        _Job(evaluation_set, work, runner, max_new_tokens)
+        for evaluation_set in sets
+        for work in works_for(evaluation_set.kind, measures)
+        for runner in runners
+    ]
+    outcomes: list[Outcomes] = []
+    clock = _Clock(time_limit)
+    total = sum(len(job.evaluation_set.items) for job in jobs)
+    with logging.tqdm(total=total, desc="evaluating", unit="example") as bar:
+        for job in jobs:
+            label, keys = job.label(), job.keys()
+            known = kept.of(label)
+            missing = {key: item for key, item in zip(keys, job.evaluation_set.items, strict=True) if key not in known}
+            bar.set_postfix_str(f"{job.evaluation_set.name}, {job.runner.system.name}")
+            bar.update(len(keys) - len(missing))
+            # The longest first, so that batches are even, and memory that does not suffice is missed at once.
+            order = sorted(missing, key=lambda key: -job.length(missing[key]))
+            batches = job.run([missing[key] for key in order], batch_size)
+            done = 0
+            while done < len(order) and clock.allows_another():
+                batch, seconds = clock.time(batches)
+                kept.add(label, dict(zip(order[done : done + len(batch)], batch, strict=True)), seconds)
+                done += len(batch)
+                bar.update(len(batch))
+            found = [known.get(key) for key in keys]
+            outcomes.append(Outcomes(job.runner.system, job.evaluation_set, job.work, found))
+    unmeasured = [evaluation_set.name for evaluation_set in sets if not works_for(evaluation_set.kind, measures)]
+    return Evaluation.from_outcomes(outcomes, measures, unmeasured)
+
+
+def _check(sets: Sequence[EvaluationSet], measures: Collection[str], time_limit: float | None) -> None:
     names = [evaluation_set.name for evaluation_set in sets]
     if not sets or len(set(names)) < len(names):
         raise ConfigurationError(f"`sets` have to be at least one, with different names, but are {names}.")
     if not measures or not set(measures) <= set(MEASURES):
         raise ConfigurationError(f"`measures` have to be of {', '.join(MEASURES)}, but are {list(measures)}.")
-    check_positive_integer("max_new_tokens", max_new_tokens)
-    check_positive_integer("batch_size", batch_size)
     if time_limit is not None and not time_limit > 0:
         raise ConfigurationError(f"`time_limit` has to be a positive number of seconds, but is {time_limit!r}.")
-    runners = [*(_members(ensemble) if members else []), *_configured(ensemble, configurations)]
-    taken = [runner.system.name for runner in runners]
-    if len(set(taken)) < len(taken):
-        raise ConfigurationError(f"members and configurations must have different names, but are {taken}.")
 
-    state = None
-    kept: dict[str, dict[str, tuple[Any, float]]] = {}
-    if state_file is not None:
-        settings = {
-            "format": _FORMAT,
-            "members": [describe_member(member) for member in ensemble._members],
-            "generation config": [describe_generation_config(model) for model in (ensemble, *ensemble.members)],
-        }
-        state = StateFile(state_file, settings, work="evaluation")
-        for name, found in state.read(_read_part):
-            kept.setdefault(name, {}).update(found)
 
-    jobs = [
-        (evaluation_set, work, runner)
-        for evaluation_set in sets
-        for work in _works(evaluation_set, measures)
-        for runner in runners
-    ]
-    outcomes: list[Outcomes] = []
-    clock = _Clock(time_limit)
-    with logging.tqdm(total=sum(len(job[0].items) for job in jobs), desc="evaluating", unit="example") as bar:
-        for evaluation_set, work, runner in jobs:
-            label = runner.label(work, evaluation_set, max_new_tokens)
-            known = kept.setdefault(hash_of(label), {})
-            keys = [
-                hash_of([item.prompt, *(item.continuations if work == "score" else ())])
-                for item in evaluation_set.items
-            ]
-            missing = {key: item for key, item in zip(keys, evaluation_set.items, strict=True) if key not in known}
-            bar.set_postfix_str(f"{evaluation_set.name}, {runner.system.name}")
-            bar.update(len(keys) - len(missing))
-            # The longest first, so that batches are even, and memory that does not suffice is missed at once.
-            order = sorted(missing, key=lambda key: -_length(missing[key], work))
-            batches = runner.run(
-                work, [missing[key] for key in order], evaluation_set.stop_strings, max_new_tokens, batch_size
-            )
-            done = 0
-            while done < len(order) and clock.allows_another():
-                batch, seconds = clock.time(batches)
-                own = dict(zip(order[done : done + len(batch)], batch, strict=True))
-                known |= {key: (outcome, seconds / len(own)) for key, outcome in own.items()}
-                if state is not None:
-                    state.add({"label": label, "outcomes": own, "seconds": round(seconds, 4)})
-                done += len(batch)
-                bar.update(len(batch))
-            outcomes.append(Outcomes(runner.system, evaluation_set, work, [known.get(key) for key in keys]))
-    return Evaluation.from_outcomes(outcomes, measures)
+class _Kept:
+    """What examples came to, each with its share of the seconds; in a state file too if there is one."""
+
+    def __init__(self, ensemble: EnsembleForCausalLM, path: str | PathLike[str] | None):
+        self._state = None
+        self._known: dict[str, dict[str, tuple[Any, float]]] = {}
+        if path is not None:
+            settings = {
+                "format": _FORMAT,
+                "members": [describe_member(member) for member in ensemble.member_views],
+                "generation config": [describe_generation_config(model) for model in (ensemble, *ensemble.members)],
+            }
+            self._state = StateFile(path, settings, work="evaluation")
+            self._state.read(self._remember)
+
+    def of(self, label: dict[str, Any]) -> dict[str, tuple[Any, float]]:
+        """What is there of a label, by the examples' keys; grows with `add`."""
+        return self._known.setdefault(hash_of(label), {})
+
+    def add(self, label: dict[str, Any], outcomes: dict[str, Any], seconds: float) -> None:
+        """Keep the outcomes of a batch."""
+        part = {"label": label, "outcomes": outcomes, "seconds": seconds}
+        if self._state is not None:
+            self._state.add({**part, "seconds": round(seconds, 4)})
+        self._remember(part)
+
+    def _remember(self, part: dict[str, Any]) -> None:
+        outcomes = dict(part["outcomes"])
+        each = float(part["seconds"]) / max(1, len(outcomes))
+        self.of(part["label"]).update((key, (outcome, each)) for key, outcome in outcomes.items())
 
 
 class _Clock:
@@ -211,49 +239,24 @@ class _Clock:
         return batch, seconds
 
 
-def _read_part(part: dict[str, Any]) -> tuple[str, dict[str, tuple[Any, float]]]:
-    """The label of a finished part; and for each of its examples the outcome and its share of the seconds."""
-    outcomes = dict(part["outcomes"])
-    each = float(part["seconds"]) / max(1, len(outcomes))
-    return hash_of(part["label"]), {key: (outcome, each) for key, outcome in outcomes.items()}
-
-
-def _works(evaluation_set: EvaluationSet, measures: Collection[str]) -> list[Work]:
-    works: list[Work] = []
-    if evaluation_set.kind == "questions" and "exact match" in measures:
-        works.append("write")
-    if "bits per byte" in measures or (
-        evaluation_set.kind == "choices" and not {"accuracy", "normalized accuracy"}.isdisjoint(measures)
-    ):
-        works.append("score")
-    return works
-
-
-def _length(item: Item, work: Work) -> int:
-    return len(item.prompt) + (max(map(len, item.continuations)) if work == "score" else 0)
-
-
-def _members(ensemble: EnsembleForCausalLM) -> list[_Runner]:
-    """Each member as an ensemble of one, which is that member."""
-    runners = []
-    for index, (member, item) in enumerate(zip(ensemble._members, ensemble.config.members, strict=True)):
-        config = EnsembleConfig(members=[item], method=GacConfig(), primary_config=member.model.config)
-        config._attn_implementation = member.model.config._attn_implementation
-        model = EnsembleForCausalLM(config, [member])
-        runners.append(_Runner(System(member.name, True), model, GacConfig(), [1.0], index))
-    return runners
-
-
-def _configured(ensemble: EnsembleForCausalLM, configurations: Mapping[str, Configuration] | None) -> list[_Runner]:
-    count = len(ensemble.members)
+def _runners(
+    ensemble: EnsembleForCausalLM, configurations: Mapping[str, Configuration] | None, members: bool
+) -> list[_Runner]:
+    """The members alone, if they are asked for, and the configurations."""
+    views = ensemble.member_views
+    runners = [
+        _Runner(System(view.name, True), ensemble.alone(index), method_config("gac"), [1.0], index)
+        for index, view in enumerate(views if members else ())
+    ]
     if configurations is None:
         configurations = {ensemble.config.method.name: Configuration()}
-    runners = []
     for name, (method, weights) in configurations.items():
         own = ensemble.config.method if method is None else method_config(method)
-        own.check_members(count)
-        own_weights = normalize_weights(
-            ensemble.config.weights if weights is None else weights, count, own.takes_weights_as_given
-        )
+        own.check_members(len(views))
+        given = ensemble.config.weights if weights is None else weights
+        own_weights = normalize_weights(given, len(views), own.takes_weights_as_given)
         runners.append(_Runner(System(name, False), ensemble, own, own_weights, None))
+    taken = [runner.system.name for runner in runners]
+    if len(set(taken)) < len(taken):
+        raise ConfigurationError(f"members and configurations must have different names, but are {taken}.")
     return runners

@@ -61,7 +61,12 @@ class EvaluationSet:
         return ["\n"] if self.marking == "text" else ["\n\n", "Question:"]
 
     def is_right(self, response: str, item: Item) -> bool:
-        """Whether a response is one of the accepted answers."""
+        """Whether a response is one of the accepted answers.
+
+        Args:
+            response: What was written after the prompt.
+            item: The question.
+        """
         if self.marking == "number":
             response = response.partition("\n\n")[0].partition("Question:")[0]
             found = _NUMBER.findall(response)

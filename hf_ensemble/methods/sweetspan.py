@@ -26,6 +26,7 @@ class SweetSpanConfig(MethodConfig):
 
     name: ClassVar[str] = "sweetspan"
     decides: ClassVar[Literal["tokens", "spans"]] = "spans"
+    likelihoods_ignore_options: ClassVar[bool] = True
 
     span_length: int = 4
     """Number of words in a span."""

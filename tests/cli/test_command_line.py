@@ -1,5 +1,6 @@
 """What every subcommand has: help with examples that run, errors in one line, results that are whole."""
 
+import io
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_ensemble import EnsembleForCausalLM, cli
-from hf_ensemble.cli.command import build_parser
+from hf_ensemble.cli.parsers import build_parser
 from hf_ensemble.config import METHODS
 
 # Random members write anything.
@@ -176,6 +177,18 @@ def test_texts_alone_are_on_stdout(here, pair, capsys, monkeypatch):
         assert cli.main(["generate", *BOTH]) == 2
 
 
+@pytest.mark.parametrize("command", ["generate", "compare"])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_prompt_after_the_members_is_none_and_the_error_says_where_it_stands(
+    command, is_terminal, here, capsys, monkeypatch
+):
+    stdin = io.StringIO("")
+    monkeypatch.setattr(stdin, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert cli.main([command, *BOTH, "The cat"]) == 2
+    assert "there is no prompt: give one as an argument before `--members`" in capsys.readouterr().err
+
+
 def test_a_saved_ensemble_keeps_its_method_unless_told_otherwise(files, capsys):
     def write(*arguments):
         assert cli.main(["generate", "--file", "prompts.txt", "--lines", "--max-new-tokens", "6", *arguments]) == 0
@@ -241,13 +254,16 @@ def test_inspect_gives_the_report(here, pair, capsys):
 
 def test_select_saves_the_chosen_with_the_best_first(files, capsys):
     assert cli.main(["select", *BOTH, "--scores", "50", "55", "--save", "new"]) == 0
-    assert [member.name for member in EnsembleForCausalLM.from_pretrained("new")._members] == ["model-b", "model-a"]
+    assert [member.name for member in EnsembleForCausalLM.from_pretrained("new").member_views] == [
+        "model-b",
+        "model-a",
+    ]
     assert 'from_pretrained("new")' in (files / "new" / "README.md").read_text("utf-8")
     argv = ["select", *BOTH, "--examples", "dev.jsonl", "--metric", "contains", "--max-new-tokens", "4", "--json"]
     assert cli.main([*argv, "--max-members", "1", "--save", "one"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["is_taken"] for row in rows] == [True, False]
-    assert len(EnsembleForCausalLM.from_pretrained("one")._members) == 1
+    assert len(EnsembleForCausalLM.from_pretrained("one").member_views) == 1
 
 
 def test_select_reads_texts_with_any_line_separator_in_them(files, capsys):

@@ -1,6 +1,5 @@
 """`hf-ensemble eval` on tiny members."""
 
-import argparse
 import json
 import re
 import shlex
@@ -9,7 +8,7 @@ import pytest
 
 from hf_ensemble import ConfigurationError, EnsembleError, SweetSpanConfig, UniteConfig
 from hf_ensemble.cli import eval as command
-from hf_ensemble.cli.arguments import UsageError
+from hf_ensemble.cli.parsers import UsageError, build_parser
 from tests import tiny
 
 MEMBERS = ["--members", "model-a", "model-b"]
@@ -33,9 +32,7 @@ def here(folder, monkeypatch):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    return parser.parse_args(["eval", *map(str, arguments)])
+    return build_parser().parse_args(["eval", *map(str, arguments)])
 
 
 def run(arguments):
@@ -59,7 +56,8 @@ def test_a_table_is_printed_and_written_and_work_goes_on(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_examples_of_its_help_run(capsys):
     pytest.importorskip("matplotlib")
-    lines = re.sub(r" \\\n +", " ", command._EXAMPLES).splitlines()
+    epilog = build_parser()._subparsers._group_actions[0].choices["eval"].epilog
+    lines = re.sub(r" \\\n +", " ", epilog).splitlines()
     commands = [shlex.split(line)[2:] for line in lines if line.startswith("  hf-ensemble eval")]
     assert len(commands) == 3
     for arguments in commands:

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, GacConfig, SweetSpanConfig
-from hf_ensemble.evaluation import Configuration, evaluate, read_set
+from hf_ensemble.evaluation import Configuration, Evaluation, evaluate, read_set
+from hf_ensemble.evaluation.marking import MEASURES, Outcomes, System
+from hf_ensemble.evaluation.results import TABLE_ENDINGS
 from tests.contracts import Recipe
 
 QUESTIONS = [
@@ -98,7 +100,7 @@ def scripted(ensemble, monkeypatch):
         factor = 1.0 if self is ensemble else 2.0
         return Scores([factor * log_probs.get(text, -4.0) for text in continuations])
 
-    def run_batches(model, tokenizer, prompts, max_new_tokens, batch_size, options):
+    def run_batches(model, prompts, max_new_tokens, batch_size, options):
         for start in range(0, len(prompts), batch_size):
             batch = prompts[start : start + batch_size]
             calls.append(("write", model is ensemble, list(batch)))
@@ -232,6 +234,98 @@ def test_tables_are_written_in_one_go(whole, tmp_path):
         whole.write_table(tmp_path / "table.doc")
     with pytest.raises(ConfigurationError, match="the folder does not exist"):
         whole.write_table(tmp_path / "none" / "table.md")
+
+
+def outcomes_of(kind, count, values=None):
+    """What two members and an ensemble came to on one set: the ensemble knows nothing, or all."""
+    records = {
+        "questions": QUESTIONS,
+        "choices": [*CHOICES, CHOICES[0]],
+        "texts": [*TEXTS, {"text": "The end"}],
+    }[kind][:count]
+    one = read_set(records, name=kind)
+    found = []
+    for work in ("write", "score") if kind == "questions" else ("score",):
+        for n, name in enumerate(("member-a", "member-b", "both")):
+            given = []
+            for k, item in enumerate(one.items):
+                log_probs = [(values or [-1.0, -40.0, 0.0])[(n + k) % 3]] * len(item.continuations)
+                given.append(
+                    (item.accepted[0] if n and work == "write" else " x" if work == "write" else log_probs, 0.1)
+                )
+            found.append(Outcomes(System(name, n < 2), one, work, given))
+    return found
+
+
+def written(evaluation, folder):
+    """The evaluation as every kind of table, by endings."""
+    texts = {}
+    for ending in TABLE_ENDINGS:
+        evaluation.write_table(folder / f"table{ending}")
+        texts[ending] = (folder / f"table{ending}").read_text("utf-8")
+    return texts
+
+
+KINDS_AND_COUNTS = [(kind, count) for kind in ("questions", "choices", "texts") for count in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("kind", "count"), KINDS_AND_COUNTS)
+@pytest.mark.parametrize("values", [None, [0.0, 1e-7, -0.0], [-math.inf, -1.0, -2.0]], ids=["far", "certain", "never"])
+def test_intervals_of_few_examples_hold_their_values_within_limits_or_are_said_not_to_exist(
+    kind, count, values, tmp_path
+):
+    evaluation = Evaluation.from_outcomes(outcomes_of(kind, count, values), MEASURES)
+    table = written(evaluation, tmp_path)
+    for result in evaluation.results:
+        most = math.inf if result.measure == "bits per byte" else 1
+        estimates = [(result.estimate, 0, most)]
+        if result.difference is not None:
+            estimates.append((result.difference, -most, most))
+        for (value, low, high), least, most in estimates:
+            if not math.isfinite(value):
+                continue
+            assert least <= value <= most
+            if count > 1 or (result.measure != "bits per byte" and least == 0):
+                assert least <= low <= value <= high <= most
+            else:
+                assert math.isnan(low)
+                assert math.isnan(high)
+                assert "no interval" in table[".txt"]
+                assert "no interval" in table[".md"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "measures"),
+    [
+        ("questions", ["accuracy", "normalized accuracy"]),
+        ("choices", ["exact match"]),
+        ("texts", ["exact match", "accuracy"]),
+    ],
+)
+def test_a_set_that_no_measure_is_for_makes_a_table_that_says_so(ensemble, sets, scripted, kind, measures, tmp_path):
+    own = next(one for one in sets if one.name == kind)
+    evaluation = evaluate(ensemble, own, measures=measures)
+    assert not scripted
+    assert not evaluation.results
+    assert evaluation.is_complete
+    table = written(evaluation, tmp_path)
+    for ending in (".txt", ".md"):
+        assert f"nothing to measure in {kind}" in table[ending]
+    assert table[".csv"].startswith("set,measure,system,is_member,value,low,high,difference_value")
+    assert len(table[".csv"].splitlines()) == 1
+    assert json.loads(table[".json"]) == []
+    both = evaluate(ensemble, sets, measures=measures)
+    assert f"nothing to measure in {kind}" in str(both)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("questions", 0), *KINDS_AND_COUNTS[:2], *KINDS_AND_COUNTS[-3:]])
+def test_plots_are_drawn_of_any_number_of_examples(kind, count, tmp_path):
+    pytest.importorskip("matplotlib")
+    outcomes = outcomes_of(kind, count) if count else []
+    Evaluation.from_outcomes(outcomes, MEASURES).plot(tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text("utf-8")
+    assert ("nothing to measure" in drawn) == (count == 0)
+    assert drawn.count('<g id="axes_') == (2 if kind == "questions" else 1) * (count > 0)
 
 
 @pytest.mark.slow

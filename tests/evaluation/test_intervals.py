@@ -18,6 +18,24 @@ def test_shares_have_wilsons_interval(num_right, count, low, high):
     assert estimate.high == pytest.approx(high, abs=1e-4)
 
 
+@pytest.mark.parametrize("count", [*range(1, 30), 1000])
+def test_a_share_lies_in_its_interval_and_that_between_0_and_1(count):
+    for num_right in range(count + 1):
+        value, low, high = share(num_right, count)
+        assert 0 <= low <= value <= high <= 1
+        assert low < high
+
+
+@pytest.mark.parametrize("values", [[9.0, 0.1], [1.0, 0.0, 0.0], [0.0, 0.0], [1e-9, 5.0, 0.0]])
+def test_a_ratio_lies_in_its_interval_and_that_within_limits(values):
+    sizes = [4.0, 5.0, 6.0][: len(values)]
+    value, low, high = ratio(values, sizes, least=0.0)
+    assert 0 <= low <= value <= high
+    assert ratio(values, sizes).high == high
+    value, low, high = ratio([-v for v in values], sizes, most=0.0)
+    assert low <= value <= high <= 0
+
+
 def test_a_ratio_over_equal_sizes_is_a_mean():
     values = [1.0, 2.0, 4.0, 9.0]
     estimate = ratio(values, [2.0] * 4)

@@ -397,7 +397,7 @@ def test_only_the_method_in_use_holds_rows():
     rows = prompt_rows(ensemble)[:1]
     for method in (DeepenConfig(num_anchors=20), DeepenConfig(), "gac"):
         run(ensemble, rows, method=method, max_new_tokens=2, eos_token_id=None)
-    methods = [method for method in ensemble._methods.values() if isinstance(method, Deepen)]
+    methods = [method for method in ensemble._kept.methods.values() if isinstance(method, Deepen)]
     assert len(methods) == 2
     assert all(rows._kept is None for method in methods for rows in method._rows)
     run(ensemble, rows, method="deepen", max_new_tokens=2, eos_token_id=None)

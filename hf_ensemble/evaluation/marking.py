@@ -1,0 +1,194 @@
+"""What the outcomes of examples are worth: values with intervals, and how they differ from the best member's."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from .intervals import NO_ESTIMATE, Estimate, ratio, share
+from .sets import EvaluationSet, Item, Kind
+
+Work = Literal["write", "score"]
+
+MEASURES = ("exact match", "accuracy", "normalized accuracy", "bits per byte")
+
+_MEASURES_OF: dict[tuple[Kind, Work], tuple[str, ...]] = {
+    ("questions", "write"): MEASURES[:1],
+    ("questions", "score"): MEASURES[3:],
+    ("choices", "score"): MEASURES[1:],
+    ("texts", "score"): MEASURES[3:],
+}
+"""What can be measured of each kind of set, by the work that it takes."""
+
+
+def works_for(kind: Kind, measures: Collection[str]) -> list[Work]:
+    """The kinds of work that a set takes for some measures.
+
+    Args:
+        kind: Kind of the set.
+        measures: Which measures are wanted.
+    """
+    return [work for (own, work), found in _MEASURES_OF.items() if own == kind and not set(found).isdisjoint(measures)]
+
+
+class System(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    is_member: bool
+
+
+class Outcomes(NamedTuple):
+    """What a system wrote, or which log-probabilities it gave, on a set.
+
+    Attributes:
+        system: Whose they are.
+        evaluation_set: The set.
+        work: `"write"` or `"score"`.
+        found: For each example a response, or the natural log-probability of each continuation, with the seconds it took;
+            None where it did not run.
+    """
+
+    system: System
+    evaluation_set: EvaluationSet
+    work: Work
+    found: list[tuple[Any, float] | None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One system at one measure on one set.
+
+    Attributes:
+        system: Name of the member or configuration.
+        is_member: Whether it is a member alone.
+        set_name: Name of the set.
+        measure: `"exact match"`, `"accuracy"`, `"normalized accuracy"` (shares) or `"bits per byte"`.
+        count: Number of examples that ran.
+        num_examples: Number of examples in the set.
+        estimate: The value with its interval.
+        difference: The value less the best member's over the examples that both have, with its interval; None for that
+            member itself, and where no member ran.
+        num_without: Examples that the system gives no probability at all: choices of which none has any, right answers or
+            texts that have none.
+        seconds: How long the examples took; measures of one set that come from one run share them.
+    """
+
+    system: str
+    is_member: bool
+    set_name: str
+    measure: str
+    count: int
+    num_examples: int
+    estimate: Estimate
+    difference: Estimate | None
+    num_without: int
+    seconds: float
+
+
+def mark(outcomes: Sequence[Outcomes], measures: Collection[str]) -> list[Result]:
+    """Mark what was written and scored.
+
+    Args:
+        outcomes: Outcomes of several systems on several sets.
+        measures: Which measures are wanted.
+
+    Returns:
+        The results by set, measure and system.
+    """
+    results: list[Result] = []
+    groups: dict[tuple[str, str], list[tuple[Outcomes, list[float | None]]]] = {}
+    for own in outcomes:
+        for measure in _MEASURES_OF[own.evaluation_set.kind, own.work]:
+            if measure not in measures:
+                continue
+            values = [
+                None if found is None else _value(measure, own.evaluation_set, item, found[0])
+                for item, found in zip(own.evaluation_set.items, own.found, strict=True)
+            ]
+            groups.setdefault((own.evaluation_set.name, measure), []).append((own, values))
+    for (set_name, measure), group in groups.items():
+        sizes = _sizes(measure, group[0][0].evaluation_set)
+        estimates = [_estimate(measure, values, sizes) for _, values in group]
+        best = _best_member(measure, group, estimates)
+        for n, (own, values) in enumerate(group):
+            difference = None
+            if best is not None and n != best:
+                difference = _difference(measure, values, group[best][1], sizes)
+            ran = [(item, f) for item, f in zip(own.evaluation_set.items, own.found, strict=True) if f is not None]
+            results.append(
+                Result(
+                    system=own.system.name,
+                    is_member=own.system.is_member,
+                    set_name=set_name,
+                    measure=measure,
+                    count=len(ran),
+                    num_examples=len(values),
+                    estimate=estimates[n],
+                    difference=difference,
+                    num_without=sum(_has_none(measure, own, item, f[0]) for item, f in ran),
+                    seconds=math.fsum(f[1] for _, f in ran),
+                )
+            )
+    return results
+
+
+def _value(measure: str, evaluation_set: EvaluationSet, item: Item, found: Any) -> float:
+    """1 or 0 for shares, else bits."""
+    if measure == "exact match":
+        return float(evaluation_set.is_right(found, item))
+    if measure == "bits per byte":
+        # A probability of 1 may come out a little above.
+        return max(0.0, float(-found[item.right] / math.log(2)))
+    if max(found) == -math.inf:
+        return 0.0
+    scores = found if measure == "accuracy" else [x / n for x, n in zip(found, item.lengths, strict=True)]
+    return float(scores.index(max(scores)) == item.right)
+
+
+def _sizes(measure: str, evaluation_set: EvaluationSet) -> list[float]:
+    if measure != "bits per byte":
+        return [1.0] * len(evaluation_set.items)
+    return [float(len(item.continuations[item.right].encode())) for item in evaluation_set.items]
+
+
+def _has_none(measure: str, outcomes: Outcomes, item: Item, found: Any) -> bool:
+    if outcomes.work == "write":
+        return False
+    return bool((found[item.right] if measure == "bits per byte" else max(found)) == -math.inf)
+
+
+def _estimate(measure: str, values: Sequence[float | None], sizes: Sequence[float]) -> Estimate:
+    ran = [(value, size) for value, size in zip(values, sizes, strict=True) if value is not None]
+    if not ran:
+        return NO_ESTIMATE
+    numbers, own_sizes = zip(*ran, strict=True)
+    if measure == "bits per byte":
+        return ratio(numbers, own_sizes, least=0.0)
+    return share(int(sum(numbers)), len(numbers))
+
+
+def _difference(
+    measure: str, values: Sequence[float | None], others: Sequence[float | None], sizes: Sequence[float]
+) -> Estimate | None:
+    ran = [
+        (value - other, size)
+        for value, other, size in zip(values, others, sizes, strict=True)
+        if value is not None and other is not None
+    ]
+    if not ran:
+        return None
+    numbers, own_sizes = zip(*ran, strict=True)
+    most = math.inf if measure == "bits per byte" else 1.0
+    return ratio(numbers, own_sizes, -most, most)
+
+
+def _best_member(
+    measure: str, group: Sequence[tuple[Outcomes, list[float | None]]], estimates: Sequence[Estimate]
+) -> int | None:
+    """Place of the best member among those that ran on the most examples."""
+    counts = [sum(value is not None for value in values) for _, values in group]
+    members = [n for n, (own, _) in enumerate(group) if own.system.is_member and counts[n]]
+    most = max((counts[n] for n in members), default=0)
+    sign = -1 if measure == "bits per byte" else 1
+    return max((n for n in members if counts[n] == most), key=lambda n: sign * estimates[n].value, default=None)
