@@ -20,7 +20,7 @@ from .decoding.stopping_criteria import SpanStoppingCriteria
 from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
 from .model import EnsembleForCausalLM
 from .recording.decisions import Decision, Decisions, MemberDecision
-from .scoring.likelihoods import Scores
+from .scoring.likelihoods import Likelihoods, Scores
 from .vocabulary.anchors import AnchorTokens
 from .vocabulary.union import UnionVocabulary
 
@@ -38,6 +38,7 @@ __all__ = [
     "EnsembleLogitsProcessor",
     "EvaConfig",
     "GacConfig",
+    "Likelihoods",
     "MemberConfig",
     "MemberDecision",
     "MemberError",

@@ -23,7 +23,7 @@ from .config import METHODS, method_config
 from .errors import ConfigurationError
 from .members.member import padded_left
 from .model import EnsembleForCausalLM
-from .scoring.likelihoods import encode_text
+from .scoring.pairs import encode_text
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -182,8 +182,7 @@ class EnsembleLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
         """Encode text with the primary's tokenizer; its BOS rule holds, unless the text spells the BOS."""
-        primary = self.ensemble._members[0]
-        return encode_text(self.tokenizer, primary, string, starts=add_special_tokens is not False)
+        return encode_text(self.ensemble._members[0], string, starts=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Write a conversation as text, by the primary's chat template."""

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import os
 import posixpath
@@ -61,7 +62,15 @@ from .methods import build_method
 from .methods.base import MemberMaps, TokenMethod, eos_ids_of
 from .recording.recorder import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
 from .recording.spans import decisions_of_rounds
-from .scoring.likelihoods import Scores, read_pairs, score_pairs
+from .scoring.likelihoods import (
+    Likelihoods,
+    ScoreBatch,
+    score_alone,
+    score_by_spans,
+    score_by_tokens,
+    score_pairs,
+)
+from .scoring.pairs import read_pairs
 from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
 
@@ -730,7 +739,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         method: str | MethodConfig | None = None,
         weights: WeightsLike | None = None,
         batch_size: int = 8,
-    ) -> Scores:
+    ) -> Likelihoods:
         """Score continuations: how likely each is after its prompt, by the distributions that `generate` decodes with.
 
         A pair of texts is encoded as one by the primary and split as lm-evaluation-harness does it; an empty prompt is
@@ -750,12 +759,17 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             MemberError: If a member fails or gives NaN.
         """
         call = self._call(method, weights)
-        pairs = read_pairs(self._members[0], self.tokenizer, prompts, continuations)
-        token_method = None
-        if not call.is_by_primary and not call.is_by_spans:
+        pairs = read_pairs(self._members[0], prompts, continuations)
+        score: ScoreBatch
+        if call.is_by_primary:
+            score = functools.partial(score_alone, self._members[0])
+        elif call.is_by_spans:
+            score = functools.partial(score_by_spans, self._members, self._renderers)
+        else:
             eos: Any = self.generation_config.eos_token_id
             token_method = self._method(call.method, [eos] if isinstance(eos, int) else list(eos or ()))
-        return score_pairs(self._members, token_method, call.method, call.weights, pairs, batch_size, self._renderers)
+            score = functools.partial(score_by_tokens, self._members, self._renderers, token_method, call.method)
+        return score_pairs(pairs, call.weights, batch_size, score)
 
     def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> _Call:
         config = self.config.method if method is None else method_config(method)

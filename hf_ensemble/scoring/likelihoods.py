@@ -1,37 +1,30 @@
 """How likely given continuations are under an ensemble."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from .. import messages
 from ..chat.rendering import ChatRenderer
-from ..config import MethodConfig, SweetSpanConfig, check_positive_integer
+from ..config import MethodConfig, check_positive_integer
 from ..decoding.prompts import OwnPrompts, Prompts, read_prompts
 from ..decoding.step_weights import MixingWeights
-from ..decoding.teacher_forcing import ForcedMember, ForcedText
+from ..decoding.teacher_forcing import ForcedMember, ForcedText, advance_by_blocks
 from ..decoding.text_warnings import warn_of_losses
 from ..decoding.token_decoder import without_member
-from ..errors import ConfigurationError, MemberError
+from ..errors import MemberError
 from ..members.member import Member, padded_left
 from ..methods.base import TokenMethod
-from ..mixing import fold, log_normalizer
-from ..vocabulary.context import MemberContext
-from ..vocabulary.token_bytes import NO_TOKEN
-
-_MAX_LOGITS = 2**26
-"""Most logits of one member that are held at once."""
-
-_MAX_MIXED = 2**24
-"""Most columns that are mixed at once; mixing needs several times that much."""
+from ..mixing import fold
+from .by_member import check_positions, score_by_member
+from .pairs import Pair, own_pairs
 
 
 @dataclass(frozen=True)
-class Scores:
+class Likelihoods:
     """How likely each continuation is. All tensors are on the CPU.
 
     Attributes:
@@ -50,129 +43,27 @@ class Scores:
     is_greedy: Tensor
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A prompt and a continuation in the primary's ids, and the continuation's bytes."""
-
-    prompt: list[int]
-    continuation: list[int]
-    num_bytes: int
+Scores = Likelihoods
+"""The former name of `Likelihoods`, which stays."""
 
 
-def split_texts(tokenizer: PreTrainedTokenizerBase, primary: Member, prompt: str, continuation: str) -> Pair:
-    """Encode prompt and continuation as one text and split them, as lm-evaluation-harness does.
-
-    White space at the prompt's end goes to the continuation. The continuation's ids are those of the whole text after
-    as many as the prompt has by itself. An empty prompt is what a text starts from.
-
-    Raises:
-        ConfigurationError: If the continuation has no token of its own, or there is nothing to start from.
-    """
-    kept = prompt.rstrip()
-    continuation = prompt[len(kept) :] + continuation
-    num_bytes = len(continuation.encode("utf-8", "replace"))
-    if not kept:
-        start, ids = _start_ids(primary), encode_text(tokenizer, primary, continuation, starts=False)
-        return Pair(start, ids[len(start) :] if ids[: len(start)] == start else ids, num_bytes)
-    prompt_ids = encode_text(tokenizer, primary, kept)
-    ids = encode_text(tokenizer, primary, kept + continuation)[len(prompt_ids) :]
-    if not ids:
-        raise ConfigurationError(
-            f"the continuation {continuation!r:.80} has no token of its own for the primary {primary.name!r}: after "
-            f"{kept[-40:]!r} it is part of the prompt's last one. Move the boundary to one between words."
-        )
-    return Pair(prompt_ids, ids, num_bytes)
+ScoreBatch = Callable[[Sequence[Pair], Sequence[int], MixingWeights], list[tuple[float, bool]]]
+"""Gives pairs that run together, their numbers among all and their weights a log-probability and `is_greedy` each."""
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, primary: Member, text: str, starts: bool = True) -> list[int]:
-    """Encode text with the primary's tokenizer.
+def score_pairs(pairs: Sequence[Pair], weights: MixingWeights, batch_size: int, score: ScoreBatch) -> Likelihoods:
+    """Score continuations, batch by batch.
 
     Args:
-        tokenizer: The primary's tokenizer.
-        primary: The primary.
-        text: The text; control tokens that it spells are read as such.
-        starts: Whether the primary's BOS rule holds, as it does at the start of a text that does not spell its BOS.
-    """
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    prefix = primary.encoder.prefix_ids
-    return [*prefix, *ids] if starts and ids[: len(prefix)] != prefix else ids
-
-
-def _start_ids(primary: Member) -> list[int]:
-    if not primary.encoder.start_ids:
-        raise messages.nothing_to_start_from(primary.name, "a prompt is empty")
-    return list(primary.encoder.start_ids)
-
-
-def read_pairs(
-    primary: Member,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str | Sequence[int]],
-    continuations: Sequence[str | Sequence[int]],
-) -> list[Pair]:
-    """Turn prompts and continuations, each pair as texts or as the primary's ids, into ids.
-
-    Raises:
-        ConfigurationError: If they do not match, or one is neither.
-    """
-    for name, values in (("prompts", prompts), ("continuations", continuations)):
-        if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
-            raise ConfigurationError(f"`{name}` has to be a list, one entry per continuation, but is {values!r:.80}.")
-    if len(prompts) != len(continuations):
-        raise messages.wrong_count("continuations", len(continuations), len(prompts), "prompt")
-    pairs = []
-    for n, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
-        if isinstance(prompt, str) and isinstance(continuation, str):
-            empty = Pair([], [], 0)
-            pairs.append(split_texts(tokenizer, primary, prompt, continuation) if continuation else empty)
-        elif isinstance(prompt, str) or isinstance(continuation, str):
-            raise ConfigurationError(f"prompt and continuation {n} have to be both texts or both ids, but are not.")
-        else:
-            pairs.append(_pair_of_ids(primary, _as_ids(prompt, n), _as_ids(continuation, n)))
-    return pairs
-
-
-def _as_ids(values: Sequence[int], n: int) -> list[int]:
-    ids = values.tolist() if hasattr(values, "tolist") else list(values)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ConfigurationError(
-            f"prompt and continuation {n} have to be texts or lists of ids, but hold {ids!r:.80}."
-        )
-    return ids
-
-
-def _pair_of_ids(primary: Member, prompt: list[int], continuation: list[int]) -> Pair:
-    for i in (*prompt, *continuation):
-        if not 0 <= i < primary.vocab_size:
-            raise messages.id_outside(f"a text holds id {i}", primary.name, primary.vocab_size)
-    write = primary.encoder.token_bytes.write_from_start
-    num_bytes = len(write([*prompt, *continuation])) - len(write(prompt))
-    return Pair(prompt or _start_ids(primary), continuation, num_bytes)
-
-
-def score_pairs(
-    members: Sequence[Member],
-    method: TokenMethod | None,
-    config: MethodConfig,
-    weights: MixingWeights,
-    pairs: Sequence[Pair],
-    batch_size: int,
-    renderers: Sequence[ChatRenderer],
-) -> Scores:
-    """Score continuations.
-
-    Args:
-        members: The members; the first is the primary.
-        method: The method, made for these members; None where the primary decides alone, or members by spans.
-        config: The method's options.
+        pairs: Prompts and continuations in the primary's ids.
         weights: Mixing weights: one list for all pairs, one for each, or a function of a batch's step and ids.
-        pairs: Prompts and continuations.
         batch_size: Number of pairs that run together.
-        renderers: For each member, how it reads a conversation that a prompt's ids stand for.
+        score: How a batch is scored: `score_alone`, `score_by_tokens` or `score_by_spans`, its first arguments given.
 
     Raises:
-        ConfigurationError: If a text does not fit a member's positions.
-        MemberError: If a member fails, gives NaN, or the method leaves nothing to choose from.
+        ConfigurationError: If weights were given for another number of pairs, or a text does not fit a member's
+            positions.
+        MemberError: If a member fails or gives NaN, or nothing is left to choose from.
     """
     check_positive_integer("batch_size", batch_size)
     weights.expand(len(pairs), 1)
@@ -183,20 +74,100 @@ def score_pairs(
     log_probs, is_greedy = [0.0] * len(pairs), [True] * len(pairs)
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
-        rows, own_weights = [pairs[n] for n in numbers], weights.of_prompts(numbers)
-        if method is not None:
-            found = _Batch(members, method, config, own_weights, rows, numbers, renderers).score()
-        elif isinstance(config, SweetSpanConfig) and not weights.is_only(0):
-            found = _score_spans(members, own_weights.participants, rows, numbers, renderers)
-        else:
-            own = [(pair.prompt, pair.continuation) for pair in rows]
-            found = _score_alone(members[0], own, numbers, all_columns=True)
+        found = score([pairs[n] for n in numbers], numbers, weights.of_prompts(numbers))
         for n, (log_prob, greedy) in zip(numbers, found, strict=True):
             log_probs[n], is_greedy[n] = log_prob, greedy
     totals = torch.tensor(log_probs, dtype=torch.float64)
     num_bytes = torch.tensor([pair.num_bytes for pair in pairs], dtype=torch.long)
     bits = torch.where(totals == 0, 0.0, -totals / (math.log(2) * num_bytes))
-    return Scores(totals.float(), num_bytes, bits.float(), torch.tensor(is_greedy, dtype=torch.bool))
+    return Likelihoods(totals.float(), num_bytes, bits.float(), torch.tensor(is_greedy, dtype=torch.bool))
+
+
+def score_alone(
+    primary: Member, pairs: Sequence[Pair], numbers: Sequence[int], weights: MixingWeights
+) -> list[tuple[float, bool]]:
+    """Score a batch by the primary alone, as it decodes by itself.
+
+    Args:
+        primary: The primary.
+        pairs: The batch: prompts and continuations in the primary's ids.
+        numbers: Their numbers among all pairs, for errors.
+        weights: Their mixing weights, of which the primary has all.
+
+    Raises:
+        ConfigurationError: If a text does not fit the primary's positions.
+        MemberError: If it fails, or gives NaN.
+    """
+    scores = score_by_member([primary], {0: pairs}, _names(numbers), over_all_ids=True)[0]
+    return [(score.log_prob, score.is_greedy) for score in scores]
+
+
+def score_by_spans(
+    members: Sequence[Member],
+    renderers: Sequence[ChatRenderer],
+    pairs: Sequence[Pair],
+    numbers: Sequence[int],
+    weights: MixingWeights,
+) -> list[tuple[float, bool]]:
+    """Score a batch by the mean over the members of each one's own log-probability of the continuation.
+
+    Args:
+        members: The members; the first is the primary.
+        renderers: For each member, how it reads a conversation that a prompt's ids stand for.
+        pairs: The batch: prompts and continuations in the primary's ids.
+        numbers: Their numbers among all pairs, for errors.
+        weights: Their mixing weights, which say only who takes part.
+
+    Raises:
+        ConfigurationError: If a text does not fit a member's positions.
+        MemberError: If a member fails or gives NaN, or none can write a continuation.
+    """
+    ids, mask = padded_left([pair.prompt for pair in pairs])
+    prompts = read_prompts(members, weights.participants, "append", ids, mask, OwnPrompts(renderers))
+    own = own_pairs(members, prompts, pairs)
+    if 0 in weights.participants:
+        own[0] = list(pairs)
+    scores = score_by_member(members, own, _names(numbers))
+    found = []
+    for row, number in enumerate(numbers):
+        of_row = [of_member[row] for of_member in scores.values() if of_member[row].num_tokens]
+        if not of_row:
+            raise MemberError(f"no member can write continuation {number}, so that there is nothing to score.")
+        mean = math.fsum(score.log_prob for score in of_row) / len(of_row)
+        found.append((mean, all(score.is_greedy for score in of_row)))
+    return found
+
+
+def score_by_tokens(
+    members: Sequence[Member],
+    renderers: Sequence[ChatRenderer],
+    method: TokenMethod,
+    config: MethodConfig,
+    pairs: Sequence[Pair],
+    numbers: Sequence[int],
+    weights: MixingWeights,
+) -> list[tuple[float, bool]]:
+    """Score a batch by the fused distribution of every step.
+
+    Args:
+        members: The members; the first is the primary.
+        renderers: For each member, how it reads a conversation that a prompt's ids stand for.
+        method: The method, made for these members.
+        config: The method's options.
+        pairs: The batch: prompts and continuations in the primary's ids.
+        numbers: Their numbers among all pairs, for errors.
+        weights: Their mixing weights.
+
+    Raises:
+        ConfigurationError: If a text does not fit a member's positions.
+        MemberError: If a member fails or gives NaN, or the method leaves nothing to choose from.
+    """
+    return _Batch(members, renderers, method, config, pairs, numbers, weights).score()
+
+
+def _names(numbers: Sequence[int]) -> list[str]:
+    """What errors call continuations."""
+    return [f"continuation {number}" for number in numbers]
 
 
 class _Batch:
@@ -205,12 +176,12 @@ class _Batch:
     def __init__(
         self,
         members: Sequence[Member],
+        renderers: Sequence[ChatRenderer],
         method: TokenMethod,
         config: MethodConfig,
-        weights: MixingWeights,
         pairs: Sequence[Pair],
         numbers: Sequence[int],
-        renderers: Sequence[ChatRenderer],
+        weights: MixingWeights,
     ):
         self._members = members
         self._method = method
@@ -228,7 +199,7 @@ class _Batch:
         if 0 not in running and any(any(text.sits_out) for rows in texts.values() for text in rows.values()):
             # Where nobody else can, the primary goes on.
             texts[0] = self._texts_of(0, prompts, for_all=True)
-        _check_positions(members, texts, numbers)
+        check_positions(members, texts, _names(numbers))
         self._texts = texts
         self._forced = {index: ForcedMember(members[index], rows) for index, rows in texts.items() if rows}
 
@@ -266,7 +237,8 @@ class _Batch:
         """Log-probability of every continuation, and whether it is the greedy one."""
         log_probs = [0.0] * len(self._pairs)
         choices: list[list[int]] = [[] for _ in self._pairs]
-        for steps in _advance(list(self._forced.values()), self._num_steps, len(self._method.union)):
+        width = len(self._method.union)
+        for steps in advance_by_blocks(list(self._forced.values()), self._num_steps, width):
             for (row, _), log_prob, choice in zip(steps, *self._mix(steps), strict=True):
                 log_probs[row] += log_prob
                 choices[row].append(choice)
@@ -350,7 +322,7 @@ class _Batch:
             raise messages.nothing_left(self._method_name, f"in continuation {self._numbers[row]} at step {step + 1}")
 
     def _raise_not_finite(self, index: int, row: int, step: int) -> None:
-        raise _not_finite(self._members[index], self._numbers[row], step)
+        raise self._members[index].not_finite(f"in continuation {self._numbers[row]} at step {step + 1}")
 
     def _is_greedy(self, continuation: Sequence[int], choices: Sequence[int]) -> bool:
         """Whether greedy decoding writes these ids: an entry of several is one choice."""
@@ -363,116 +335,3 @@ class _Batch:
                 return False
             at += len(ids)
         return True
-
-
-def _score_spans(
-    members: Sequence[Member],
-    participants: Collection[int],
-    pairs: Sequence[Pair],
-    numbers: Sequence[int],
-    renderers: Sequence[ChatRenderer],
-) -> list[tuple[float, bool]]:
-    """The mean over the members of each one's log-probability of the continuation in its own ids."""
-    ids, mask = padded_left([pair.prompt for pair in pairs])
-    prompts = read_prompts(members, participants, "append", ids, mask, OwnPrompts(renderers))
-    found: list[list[tuple[float, bool]]] = [[] for _ in pairs]
-    for index in sorted(participants):
-        member, own = members[index], {}
-        for row, pair in enumerate(pairs):
-            context = (pair.prompt, pair.continuation)
-            if index > 0:
-                number = prompts.prompt_of_row[row]
-                data = members[0].encoder.token_bytes.write_from_start([*pair.prompt, *pair.continuation])
-                context = _own_ids(member, prompts.contexts[index][number], prompts.texts[number], data)
-            if context[1]:
-                own[row] = context
-        texts = {index: {row: ForcedText.of_ids(*context) for row, context in own.items()}}
-        _check_positions(members, texts, numbers)
-        own_numbers = [numbers[row] for row in own]
-        scored = _score_alone(member, list(own.values()), own_numbers, all_columns=False) if own else []
-        for row, score in zip(own, scored, strict=True):
-            found[row].append(score)
-    for row, scores in enumerate(found):
-        if not scores:
-            raise MemberError(f"no member can write continuation {numbers[row]}, so that there is nothing to score.")
-    return [
-        (math.fsum(score for score, _ in scores) / len(scores), all(greedy for _, greedy in scores))
-        for scores in found
-    ]
-
-
-def _own_ids(member: Member, prompt: MemberContext, text: bytes, whole: bytes) -> tuple[list[int], list[int]]:
-    """A member's ids of a prompt, and of the continuation after it.
-
-    Those of the whole text where they begin with the prompt's, else the continuation is encoded by itself.
-    """
-    alone, joint = (MemberContext(member.encoder, "retokenize", data) for data in (text, whole))
-    if not text and whole and prompt.ids == member.encoder.start_ids and not joint.sits_out:
-        return list(prompt.ids), joint.ids[len(member.encoder.prefix_ids) :]
-    if alone.ids == prompt.ids and joint.ids[: len(alone.ids)] == alone.ids and not (alone.sits_out or joint.sits_out):
-        return alone.ids, joint.ids[len(alone.ids) :]
-    grown = prompt.copy()
-    grown.write(whole[len(text) :])
-    return list(prompt.ids), grown.ids[len(prompt.ids) :]
-
-
-def _score_alone(
-    member: Member, rows: Sequence[tuple[list[int], list[int]]], numbers: Sequence[int], all_columns: bool
-) -> list[tuple[float, bool]]:
-    """One member's log-probabilities of its own ids.
-
-    Args:
-        member: The member.
-        rows: Its ids of prompts and continuations.
-        numbers: Which continuations they are, for errors.
-        all_columns: Whether ids without a token count in its softmax, as they do when it decodes alone.
-    """
-    texts = {row: ForcedText.of_ids(*pair) for row, pair in enumerate(rows)}
-    _check_positions([member], {0: texts}, numbers)
-    forced = ForcedMember(member, texts)
-    no_token = torch.as_tensor(member.encoder.token_bytes.kinds == NO_TOKEN, device=member.device)
-    log_probs, is_greedy = [0.0] * len(rows), [True] * len(rows)
-    for steps in _advance([forced], [len(continuation) for _, continuation in rows], member.vocab_size):
-        logits = forced.take(steps).float()
-        if not all_columns:
-            logits = logits.masked_fill(no_token, -torch.inf)
-        targets = torch.tensor([rows[row][1][step] for row, step in steps], device=logits.device)
-        normalizers = log_normalizer(logits)
-        own = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-        host = torch.stack([own, (logits.argmax(-1) == targets).float(), normalizers]).cpu().double()
-        for (row, step), log_prob, greedy, normalizer in zip(steps, *host.tolist(), strict=True):
-            if not math.isfinite(normalizer):
-                raise _not_finite(member, numbers[row], step)
-            log_probs[row] += log_prob
-            is_greedy[row] &= bool(greedy)
-    return list(zip(log_probs, is_greedy, strict=True))
-
-
-def _advance(members: Sequence[ForcedMember], num_steps: Sequence[int], width: int) -> Iterator[list[tuple[int, int]]]:
-    """Advance members along their texts, and yield the (row, step) pairs that are mixed at once, over `width` columns."""
-    longest = max(num_steps)
-    size = max(1, _MAX_LOGITS // (len(num_steps) * max(forced.member.vocab_size for forced in members)))
-    mixed_size = max(1, _MAX_MIXED // width)
-    for start in range(0, longest, size):
-        stop = min(start + size, longest)
-        for forced in members:
-            forced.advance(start, stop)
-        steps = [(row, step) for row, count in enumerate(num_steps) for step in range(start, min(stop, count))]
-        for n in range(0, len(steps), mixed_size):
-            yield steps[n : n + mixed_size]
-
-
-def _not_finite(member: Member, number: int, step: int) -> MemberError:
-    return member.not_finite(f"in continuation {number} at step {step + 1}")
-
-
-def _check_positions(
-    members: Sequence[Member], texts: dict[int, dict[int, ForcedText]], numbers: Sequence[int]
-) -> None:
-    for index, rows in texts.items():
-        limit = members[index].max_positions
-        for row, text in rows.items():
-            if limit is not None and text.longest > limit:
-                what = f"prompt and continuation {numbers[row]} take"
-                remedy = "Shorten the prompt, or score the text in parts"
-                raise messages.too_long(members[index].name, limit, what, text.longest, remedy)
