@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import functools
 import inspect
 import os
 import posixpath
@@ -61,14 +60,7 @@ from .methods import build_method
 from .methods.base import MemberMaps, TokenMethod, eos_ids_of
 from .recording.recorder import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
 from .recording.spans import decisions_of_rounds
-from .scoring.likelihoods import (
-    Likelihoods,
-    ScoreBatch,
-    score_alone,
-    score_by_spans,
-    score_by_tokens,
-    score_pairs,
-)
+from .scoring.likelihoods import Likelihoods, TokenBatch, score_alone, score_by_spans, score_pairs
 from .scoring.pairs import read_pairs
 from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
@@ -763,16 +755,21 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         """
         call = self._call(method, weights)
         pairs = read_pairs(self._members[0], prompts, continuations)
-        score: ScoreBatch
         if call.is_by_primary:
-            score = functools.partial(score_alone, self._members[0])
-        elif call.is_by_spans:
-            score = functools.partial(score_by_spans, self._members, self._renderers)
-        else:
-            eos: Any = self.generation_config.eos_token_id
-            token_method = self._method(call.method, [eos] if isinstance(eos, int) else list(eos or ()))
-            score = functools.partial(score_by_tokens, self._members, self._renderers, token_method, call.method)
-        return score_pairs(pairs, call.weights, batch_size, score)
+            return score_pairs(pairs, call.weights, batch_size, lambda batch: score_alone(self._members[0], batch))
+        members, renderers, config = self._members, self._renderers, call.method
+        if call.is_by_spans:
+            return score_pairs(
+                pairs, call.weights, batch_size, lambda batch: score_by_spans(members, renderers, batch)
+            )
+        eos: Any = self.generation_config.eos_token_id
+        own_method = self._method(config, [eos] if isinstance(eos, int) else list(eos or ()))
+        return score_pairs(
+            pairs,
+            call.weights,
+            batch_size,
+            lambda batch: TokenBatch(members, renderers, own_method, config, batch).score(),
+        )
 
     def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> _Call:
         config = self.config.method if method is None else method_config(method)

@@ -12,7 +12,7 @@ from ..decoding.prompts import OwnPrompts, prepare_prompt, read_prompts
 from ..errors import ConfigurationError, MemberError
 from ..members.member import Member
 from ..model import EnsembleForCausalLM
-from ..scoring.by_member import OwnScore, score_by_member
+from ..scoring.by_member import score_by_member
 from ..scoring.pairs import Pair, num_bytes_after
 
 
@@ -102,13 +102,16 @@ def packllm_weights(
     ids, mask = prepare_prompt(members[0], input_ids, attention_mask)
     own = OwnPrompts(ensemble._renderers, member_prompts, len(ids))
     prompts = read_prompts(members, range(len(members)), "retokenize", ids, mask, own)
-    rows = {0: prompts.ids} | {index: [row.ids for row in contexts] for index, contexts in prompts.contexts.items()}
-    pairs = {index: _prompts_to_predict(members[index], own) for index, own in rows.items()}
-    scores = score_by_member(members, pairs)
-    loss = torch.stack([_losses_per_byte(members[n], pairs[n], scores[n]) for n in range(len(members))], dim=-1)
-    impossible = loss.isinf().all(-1).nonzero()[:, 0].tolist()  # of (num_prompts, M)
+    losses = []
+    for index, member in enumerate(members):
+        rows = [context.ids for context in prompts.contexts[index]] if index else prompts.ids
+        losses.append(_losses_per_byte(member, rows))
+    loss = torch.stack(losses, dim=-1)  # (num_prompts, M)
+    impossible = loss.isinf().all(-1).nonzero()[:, 0].tolist()
     if impossible:
-        raise MemberError(f"no member gives prompt {impossible[0]} any probability, so nothing weighs them by it.")
+        raise MemberError(
+            f"no member gives prompt {impossible[0]} any probability, so that it can weigh none of them."
+        )
     entry = members[0].encoder.token_bytes.entry
     num_tokens = [sum(1 for i in row if entry(i)) for row in prompts.ids]
     bytes_per_token = torch.tensor([len(text) / n for text, n in zip(prompts.texts, num_tokens, strict=True)])
@@ -116,24 +119,18 @@ def packllm_weights(
     return weights[prompts.prompt_of_row].to(ids.device)
 
 
-def _prompts_to_predict(member: Member, rows: Sequence[list[int]]) -> list[Pair]:
-    """Prompts in a member's ids, as what it predicts after the first of them."""
+def _losses_per_byte(member: Member, rows: Sequence[list[int]]) -> Tensor:
+    """A member's mean loss in nats per byte of what each row writes after its first id, of shape `(num_rows,)`."""
+    token_bytes = member.encoder.token_bytes
     pairs = [Pair(row[:1], row[1:], num_bytes_after(member, row[:1], row[1:])) for row in rows]
-    for n, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
+    for n, pair in enumerate(pairs):
         if pair.num_bytes == 0:
             raise ConfigurationError(
                 f"member {member.name!r} has nothing to predict in prompt {n}, which is "
-                f"{member.encoder.token_bytes.write_from_start(row)!r} to it. Give longer prompts, or weights of another "
-                "kind."
+                f"{token_bytes.write_from_start(rows[n])!r} to it. Give longer prompts, or weights of another kind."
             )
-    return pairs
-
-
-def _losses_per_byte(member: Member, pairs: Sequence[Pair], scores: Sequence[OwnScore]) -> Tensor:
-    """A member's mean loss in nats per byte, over ids that write something, of shape `(num_prompts,)`."""
-    entry = member.encoder.token_bytes.entry
     losses = []
-    for pair, score in zip(pairs, scores, strict=True):
-        counts = torch.tensor([bool(entry(i)) for i in pair.continuation])
-        losses.append(-score.log_probs[counts].sum() / pair.num_bytes)
+    for pair, score in zip(pairs, score_by_member([member], {0: pairs})[0], strict=True):
+        writes = torch.tensor([bool(token_bytes.entry(i)) for i in pair.continuation])
+        losses.append(-score.log_probs[writes].sum() / pair.num_bytes)
     return torch.stack(losses).float()

@@ -139,32 +139,35 @@ class ForcedMember:
             self._run_branches(branches[n : n + size])
 
     def take(self, pairs: Sequence[tuple[int, int]]) -> Tensor:
-        """The logits at (row, step) pairs of the block, of shape `(num_pairs, vocab_size)`."""
-        parts, order = [], []
+        """The logits at (row, step) pairs of the block, in float32, of shape `(num_pairs, vocab_size)`.
+
+        They are 0 in rows that the member does not read.
+        """
         by_part: dict[int, list[int]] = {}
         for n, pair in enumerate(pairs):
-            by_part.setdefault(self._place_of[pair][0], []).append(n)
+            if pair in self._place_of:
+                by_part.setdefault(self._place_of[pair][0], []).append(n)
+        found = []
         for part, places in by_part.items():
-            source = self._logits[part]
-            index = torch.tensor([self._place_of[pairs[n]][1] for n in places], device=source.device)
-            parts.append(source.index_select(0, index))
-            order += places
-        if len(parts) == 1:
-            return parts[0]
-        taken = torch.cat(parts)
-        return torch.empty_like(taken).index_copy_(0, torch.tensor(order, device=taken.device), taken)
+            index = torch.tensor([self._place_of[pairs[n]][1] for n in places], device=self._logits[part].device)
+            found.append((places, self._logits[part].index_select(0, index).float()))
+        if len(found) == 1 and len(found[0][0]) == len(pairs):
+            return found[0][1]
+        taken = torch.zeros(len(pairs), self.member.vocab_size, device=self.member.device)
+        for places, logits in found:
+            taken.index_copy_(0, torch.tensor(places, device=taken.device), logits)
+        return taken
 
     def _started(self) -> MemberState[PlainContext]:
         """A state for the rows; a prompt that several of them have is run once."""
         first = {row: tuple(self._texts[row].context(0)) for row in self._live}
         distinct = list(dict.fromkeys(first.values()))
         if len(distinct) == len(self._live) or max(map(len, distinct)) == 1:
-            # To read one id (a BOS) in several rows takes less than a pass of its own.
-            return MemberState(self.member, [PlainContext(list(first[row])) for row in self._live])
+            # To read a lone BOS in every row takes less than a pass of its own.
+            return MemberState(self.member, [PlainContext(list(ids)) for ids in first.values()])
         state = MemberState(self.member, [PlainContext(list(ids)) for ids in distinct])
         state.logits()
-        number_of = {ids: n for n, ids in enumerate(distinct)}
-        prompts = [number_of[first[row]] for row in self._live]
+        prompts = [distinct.index(ids) for ids in first.values()]
         state.select(prompts, [PlainContext(list(distinct[n]), len(distinct[n])) for n in prompts])
         return state
 

@@ -117,5 +117,5 @@ def check_positions(
         for row, text in rows.items():
             if limit is not None and text.longest > limit:
                 what = "the prompt takes" if names is None else f"prompt and {names[row]} take"
-                remedy = "Shorten the prompt" if names is None else "Shorten the prompt, or score the text in parts"
+                remedy = "Shorten the prompt, or score the text in parts"
                 raise messages.too_long(members[index].name, limit, what, text.longest, remedy)

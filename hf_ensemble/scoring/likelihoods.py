@@ -47,18 +47,40 @@ Scores = Likelihoods
 """The former name of `Likelihoods`, which stays."""
 
 
-ScoreBatch = Callable[[Sequence[Pair], Sequence[int], MixingWeights], list[tuple[float, bool]]]
-"""Gives pairs that run together, their numbers among all and their weights a log-probability and `is_greedy` each."""
+@dataclass(frozen=True)
+class Batch:
+    """Pairs that run together.
+
+    Attributes:
+        pairs: Prompts and continuations in the primary's ids, none of them empty.
+        numbers: The number of each among all pairs of the call.
+        weights: Their mixing weights.
+    """
+
+    pairs: list[Pair]
+    numbers: list[int]
+    weights: MixingWeights
+
+    @property
+    def names(self) -> list[str]:
+        """What errors call the continuations."""
+        return [f"continuation {number}" for number in self.numbers]
 
 
-def score_pairs(pairs: Sequence[Pair], weights: MixingWeights, batch_size: int, score: ScoreBatch) -> Likelihoods:
+Found = list[tuple[float, bool]]
+"""For each pair of a batch its log-probability, and whether it is greedy: see `Likelihoods`."""
+
+
+def score_pairs(
+    pairs: Sequence[Pair], weights: MixingWeights, batch_size: int, score: Callable[[Batch], Found]
+) -> Likelihoods:
     """Score continuations, batch by batch.
 
     Args:
         pairs: Prompts and continuations in the primary's ids.
         weights: Mixing weights: one list for all pairs, one for each, or a function of a batch's step and ids.
         batch_size: Number of pairs that run together.
-        score: How a batch is scored: `score_alone`, `score_by_tokens` or `score_by_spans`, its first arguments given.
+        score: Scores a batch: `score_alone`, `score_by_spans` or `TokenBatch.score`.
 
     Raises:
         ConfigurationError: If weights were given for another number of pairs, or a text does not fit a member's
@@ -74,7 +96,7 @@ def score_pairs(pairs: Sequence[Pair], weights: MixingWeights, batch_size: int, 
     log_probs, is_greedy = [0.0] * len(pairs), [True] * len(pairs)
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
-        found = score([pairs[n] for n in numbers], numbers, weights.of_prompts(numbers))
+        found = score(Batch([pairs[n] for n in numbers], numbers, weights.of_prompts(numbers)))
         for n, (log_prob, greedy) in zip(numbers, found, strict=True):
             log_probs[n], is_greedy[n] = log_prob, greedy
     totals = torch.tensor(log_probs, dtype=torch.float64)
@@ -83,95 +105,63 @@ def score_pairs(pairs: Sequence[Pair], weights: MixingWeights, batch_size: int, 
     return Likelihoods(totals.float(), num_bytes, bits.float(), torch.tensor(is_greedy, dtype=torch.bool))
 
 
-def score_alone(
-    primary: Member, pairs: Sequence[Pair], numbers: Sequence[int], weights: MixingWeights
-) -> list[tuple[float, bool]]:
+def score_alone(primary: Member, batch: Batch) -> Found:
     """Score a batch by the primary alone, as it decodes by itself.
 
     Args:
         primary: The primary.
-        pairs: The batch: prompts and continuations in the primary's ids.
-        numbers: Their numbers among all pairs, for errors.
-        weights: Their mixing weights, of which the primary has all.
+        batch: The batch.
 
     Raises:
         ConfigurationError: If a text does not fit the primary's positions.
         MemberError: If it fails, or gives NaN.
     """
-    scores = score_by_member([primary], {0: pairs}, _names(numbers), over_all_ids=True)[0]
+    scores = score_by_member([primary], {0: batch.pairs}, batch.names, over_all_ids=True)[0]
     return [(score.log_prob, score.is_greedy) for score in scores]
 
 
-def score_by_spans(
-    members: Sequence[Member],
-    renderers: Sequence[ChatRenderer],
-    pairs: Sequence[Pair],
-    numbers: Sequence[int],
-    weights: MixingWeights,
-) -> list[tuple[float, bool]]:
+def score_by_spans(members: Sequence[Member], renderers: Sequence[ChatRenderer], batch: Batch) -> Found:
     """Score a batch by the mean over the members of each one's own log-probability of the continuation.
 
     Args:
         members: The members; the first is the primary.
         renderers: For each member, how it reads a conversation that a prompt's ids stand for.
-        pairs: The batch: prompts and continuations in the primary's ids.
-        numbers: Their numbers among all pairs, for errors.
-        weights: Their mixing weights, which say only who takes part.
+        batch: The batch; its weights say only who takes part.
 
     Raises:
         ConfigurationError: If a text does not fit a member's positions.
         MemberError: If a member fails or gives NaN, or none can write a continuation.
     """
-    ids, mask = padded_left([pair.prompt for pair in pairs])
-    prompts = read_prompts(members, weights.participants, "append", ids, mask, OwnPrompts(renderers))
-    own = own_pairs(members, prompts, pairs)
-    if 0 in weights.participants:
-        own[0] = list(pairs)
-    scores = score_by_member(members, own, _names(numbers))
+    ids, mask = padded_left([pair.prompt for pair in batch.pairs])
+    prompts = read_prompts(members, batch.weights.participants, "append", ids, mask, OwnPrompts(renderers))
+    own = own_pairs(members, prompts, batch.pairs)
+    if 0 in batch.weights.participants:
+        own[0] = batch.pairs
+    scores = score_by_member(members, own, batch.names)
     found = []
-    for row, number in enumerate(numbers):
+    for row, name in enumerate(batch.names):
         of_row = [of_member[row] for of_member in scores.values() if of_member[row].num_tokens]
         if not of_row:
-            raise MemberError(f"no member can write continuation {number}, so that there is nothing to score.")
+            raise MemberError(f"no member can write {name}, so that there is nothing to score.")
         mean = math.fsum(score.log_prob for score in of_row) / len(of_row)
         found.append((mean, all(score.is_greedy for score in of_row)))
     return found
 
 
-def score_by_tokens(
-    members: Sequence[Member],
-    renderers: Sequence[ChatRenderer],
-    method: TokenMethod,
-    config: MethodConfig,
-    pairs: Sequence[Pair],
-    numbers: Sequence[int],
-    weights: MixingWeights,
-) -> list[tuple[float, bool]]:
-    """Score a batch by the fused distribution of every step.
+class TokenBatch:
+    """A batch that is scored by the fused distribution of every step.
 
     Args:
         members: The members; the first is the primary.
         renderers: For each member, how it reads a conversation that a prompt's ids stand for.
         method: The method, made for these members.
         config: The method's options.
-        pairs: The batch: prompts and continuations in the primary's ids.
-        numbers: Their numbers among all pairs, for errors.
-        weights: Their mixing weights.
+        batch: The batch.
 
     Raises:
         ConfigurationError: If a text does not fit a member's positions.
         MemberError: If a member fails or gives NaN, or the method leaves nothing to choose from.
     """
-    return _Batch(members, renderers, method, config, pairs, numbers, weights).score()
-
-
-def _names(numbers: Sequence[int]) -> list[str]:
-    """What errors call continuations."""
-    return [f"continuation {number}" for number in numbers]
-
-
-class _Batch:
-    """Pairs that are scored together by a token-level method."""
 
     def __init__(
         self,
@@ -179,29 +169,25 @@ class _Batch:
         renderers: Sequence[ChatRenderer],
         method: TokenMethod,
         config: MethodConfig,
-        pairs: Sequence[Pair],
-        numbers: Sequence[int],
-        weights: MixingWeights,
+        batch: Batch,
     ):
         self._members = members
         self._method = method
         self._method_name = config.name
         self._gate = config.gate_rule
-        self._pairs = pairs
-        self._numbers = numbers
-        self._num_steps = [len(pair.continuation) for pair in pairs]
-        ids, mask = padded_left([pair.prompt for pair in pairs])
-        self._plans = self._plans_of(weights, ids)  # (1 or num_steps, B, M)
-        running = weights.participants | ({0} if method.starts_from_primary else set())
+        self._pairs, self._numbers = batch.pairs, batch.numbers
+        self._num_steps = [len(pair.continuation) for pair in batch.pairs]
+        ids, mask = padded_left([pair.prompt for pair in batch.pairs])
+        self._plans = self._plans_of(batch.weights, ids)  # (1 or num_steps, B, M)
+        running = batch.weights.participants | ({0} if method.starts_from_primary else set())
         running |= set() if self._gate is None else {self._gate[0]}
         prompts = read_prompts(members, running, method.resync, ids, mask, OwnPrompts(renderers))
-        texts = {index: self._texts_of(index, prompts) for index in sorted(running)}
-        if 0 not in running and any(any(text.sits_out) for rows in texts.values() for text in rows.values()):
+        self._texts = {index: self._texts_of(index, prompts) for index in sorted(running)}
+        if 0 not in running and any(any(text.sits_out) for rows in self._texts.values() for text in rows.values()):
             # Where nobody else can, the primary goes on.
-            texts[0] = self._texts_of(0, prompts, for_all=True)
-        check_positions(members, texts, _names(numbers))
-        self._texts = texts
-        self._forced = {index: ForcedMember(members[index], rows) for index, rows in texts.items() if rows}
+            self._texts[0] = self._texts_of(0, prompts, for_all=True)
+        check_positions(members, self._texts, batch.names)
+        self._forced = {index: ForcedMember(members[index], rows) for index, rows in self._texts.items() if rows}
 
     def _plans_of(self, weights: MixingWeights, ids: Tensor) -> Tensor:
         if not weights.varies:
@@ -219,18 +205,16 @@ class _Batch:
         takes_part = (self._plans[..., index] != 0).any(0)
         if for_all or (index == 0 and self._method.starts_from_primary) or (self._gate and self._gate[0] == index):
             takes_part[:] = True
-        texts = {}
-        entry = self._members[0].encoder.token_bytes.write
-        contexts = []
-        for row in takes_part.nonzero()[:, 0].tolist():
-            pair = self._pairs[row]
-            if index == 0:
-                texts[row] = ForcedText.of_ids(pair.prompt, pair.continuation)
-                continue
-            context = prompts.contexts[index][prompts.prompt_of_row[row]].copy()
-            texts[row] = ForcedText.of_context(context, [entry([i]) for i in pair.continuation[:-1]])
-            contexts.append(context)
-        warn_of_losses(self._members, {index: contexts}, set())
+        pairs = {row: self._pairs[row] for row in takes_part.nonzero()[:, 0].tolist()}
+        if index == 0:
+            return {row: ForcedText.of_ids(pair.prompt, pair.continuation) for row, pair in pairs.items()}
+        write = self._members[0].encoder.token_bytes.write
+        contexts = {row: prompts.contexts[index][prompts.prompt_of_row[row]].copy() for row in pairs}
+        texts = {
+            row: ForcedText.of_context(contexts[row], [write([i]) for i in pair.continuation[:-1]])
+            for row, pair in pairs.items()
+        }
+        warn_of_losses(self._members, {index: list(contexts.values())}, set())
         return texts
 
     def score(self) -> list[tuple[float, bool]]:
@@ -278,15 +262,7 @@ class _Batch:
         return host[0].tolist(), host[1].long().tolist()
 
     def _take(self, index: int, steps: Sequence[tuple[int, int]]) -> Tensor:
-        texts, forced = self._texts[index], self._forced[index]
-        own = [n for n, (row, _) in enumerate(steps) if row in texts]
-        if not own:
-            return torch.zeros(len(steps), self._members[index].vocab_size, device=self._method.device)
-        taken = forced.take([steps[n] for n in own]).to(self._method.device, torch.float32)
-        if len(own) == len(steps):
-            return taken
-        places = torch.tensor(own, device=taken.device)
-        return taken.new_zeros(len(steps), taken.shape[-1]).index_copy_(0, places, taken)
+        return self._forced[index].take(steps).to(self._method.device)
 
     def _plan(self, steps: Sequence[tuple[int, int]], logits: Sequence[Tensor | None]) -> Tensor:
         """The weights at these (row, step) pairs, of shape `(num_pairs, num_members)`, on the CPU."""

@@ -136,11 +136,11 @@ def own_pair(member: Member, prompt: MemberContext, before: bytes, text: bytes) 
         text: What the text writes.
     """
     alone, joint = (MemberContext(member.encoder, "retokenize", data) for data in (before, before + text))
-    ids, start = joint.ids, list(prompt.ids)
-    if not before and text and start == member.encoder.start_ids and not joint.sits_out:
-        return Pair(start, ids[len(member.encoder.prefix_ids) :], len(text))
-    if alone.ids == start == ids[: len(start)] and not (alone.sits_out or joint.sits_out):
-        return Pair(start, ids[len(start) :], len(text))
+    start = list(prompt.ids)
+    # What an empty prompt starts from may be more than what a text begins with: an EOS.
+    shared = start if before or not text else member.encoder.prefix_ids
+    if alone.ids == start and joint.ids[: len(shared)] == shared and not (alone.sits_out or joint.sits_out):
+        return Pair(start, joint.ids[len(shared) :], len(text))
     grown = prompt.copy()
     grown.write(text)
     return Pair(start, grown.ids[len(start) :], len(text))
