@@ -23,7 +23,7 @@ if not _is_command:
     from .methods import DeepenConfig, EvaConfig, GacConfig, MinedConfig, SweetSpanConfig, UniteConfig
     from .model import EnsembleForCausalLM
     from .recording.decisions import Decision, Decisions, MemberDecision
-    from .scoring.likelihoods import Scores
+    from .scoring.likelihoods import Likelihoods, Scores
     from .vocabulary.anchors import AnchorTokens
     from .vocabulary.union import UnionVocabulary
 
@@ -39,6 +39,7 @@ __all__ = [
     "EnsembleLogitsProcessor",
     "EvaConfig",
     "GacConfig",
+    "Likelihoods",
     "MemberConfig",
     "MemberDecision",
     "MemberError",

@@ -23,7 +23,7 @@ from .config import METHODS, method_config
 from .errors import ConfigurationError
 from .members.member import padded_left
 from .model import EnsembleForCausalLM
-from .scoring.likelihoods import encode_text
+from .scoring.pairs import encode_text
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -196,7 +196,7 @@ class EnsembleLM(TemplateLM):
             **kwargs: Not read.
         """
         primary = self.ensemble.member_views[0]
-        return encode_text(self.tokenizer, primary, string, starts=add_special_tokens is not False)
+        return encode_text(primary, string, starts=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Write a conversation as text, by the primary's chat template.

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import os
 import posixpath
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from .config import (
 )
 from .decoding.call import Call
 from .decoding.kept import Kept
-from .decoding.prompts import OwnPrompts
+from .decoding.prompts import OwnPrompts, encode_primary_prompt, prepare_prompt
 from .decoding.refusals import refuse_for_ensembles, refuse_without_output
 from .decoding.step_weights import StepWeights, WeightsLike
 from .errors import ConfigurationError
@@ -47,7 +46,8 @@ from .member_comparison import CompatibilityReport, compare_members
 from .members.member import Member
 from .modes import mode_for_generate, mode_of
 from .modes.stock_loop import CallCriteria, CallProcessors, Running, StockLoopHooks, carrying
-from .scoring.likelihoods import Scores, read_pairs, score_in_batches
+from .scoring.likelihoods import Likelihoods, score_pairs
+from .scoring.pairs import read_pairs
 from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
 
@@ -548,8 +548,12 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
                 check_positive_integer("num_decision_entries", num_decision_entries)
                 call.num_decision_entries = num_decision_entries
             running = Running(mode_for_generate(call, settings, arguments, speculation))
-            inputs, member_prompts = self._primary_prompt(inputs, kwargs, member_prompts)
-            inputs = self._prepare_inputs(inputs, kwargs)
+            mask = kwargs.get("attention_mask")
+            inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
+            if inputs is None:
+                inputs, mask, member_prompts = encode_primary_prompt(self._members[0], member_prompts)
+            if inputs is not None:
+                inputs, kwargs["attention_mask"] = prepare_prompt(self._members[0], inputs, mask)
             call.own_prompts = OwnPrompts(self._renderers, member_prompts, 1 if inputs is None else len(inputs))
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
@@ -575,7 +579,7 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
         method: str | MethodConfig | None = None,
         weights: WeightsLike | None = None,
         batch_size: int = 8,
-    ) -> Scores:
+    ) -> Likelihoods:
         """Score continuations: how likely each is after its prompt, by the distributions that `generate` decodes with.
 
         A pair of texts is encoded as one by the primary and split as lm-evaluation-harness does it; an empty prompt is
@@ -595,10 +599,10 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
             MemberError: If a member fails or gives NaN.
         """
         mode = mode_of(self._call(method, weights))
-        pairs = read_pairs(self._members[0], self.tokenizer, prompts, continuations)
+        pairs = read_pairs(self._members[0], prompts, continuations)
         eos: Any = self.generation_config.eos_token_id
         end_ids = [eos] if isinstance(eos, int) else list(eos or ())
-        return score_in_batches(mode.score_batch, mode.call.weights, pairs, batch_size, end_ids)
+        return score_pairs(pairs, mode.call.weights, batch_size, lambda batch: mode.score_batch(batch, end_ids))
 
     def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> Call:
         config = self.config.method if method is None else method_config(method)
@@ -606,69 +610,6 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
         given = self.config.weights if weights is None else weights
         step_weights = StepWeights(given, len(self._members), config.takes_weights_as_given)
         return Call(self._kept, config, step_weights, self._renderers)
-
-    def _primary_prompt(
-        self, inputs: Any, kwargs: dict[str, Any], member_prompts: Sequence[Any] | None
-    ) -> tuple[Any, Sequence[Any] | None]:
-        """Encode the primary's entry of `member_prompts` where there are no ids. Returns the ids, and what is left."""
-        has_ids = inputs is not None or kwargs.get("input_ids") is not None
-        if has_ids or not isinstance(member_prompts, (list, tuple)) or not member_prompts or member_prompts[0] is None:
-            return inputs, member_prompts
-        texts = [member_prompts[0]] if isinstance(member_prompts[0], str) else list(member_prompts[0])
-        encoded = self.tokenizer(texts, padding=len(texts) > 1, return_tensors="pt").to(self._members[0].device)
-        kwargs["attention_mask"] = encoded["attention_mask"]
-        return encoded["input_ids"], [None, *member_prompts[1:]]
-
-    def _prepare_inputs(self, inputs: Any, kwargs: dict[str, Any]) -> Tensor | None:
-        """Check the prompt; move padding to the left and give empty rows a start. Returns the ids."""
-        ids = inputs if inputs is not None else kwargs.pop("input_ids", None)
-        primary = self._members[0]
-        if ids is None:
-            return None
-        if not isinstance(ids, Tensor):
-            raise TypeError(
-                f"`input_ids` has to be a tensor of the primary's ids, but is {type(ids).__name__}. Encode text with "
-                "`ensemble.tokenizer(text, return_tensors='pt')`."
-            )
-        if ids.ndim != 2 or (ids.is_floating_point() and ids.numel()):
-            raise ConfigurationError(
-                f"`input_ids` has to be of shape (batch_size, length) and integer, but is {tuple(ids.shape)}, {ids.dtype}."
-            )
-        if ids.shape[0] == 0:
-            raise ConfigurationError("`input_ids` holds no row: give at least one prompt.")
-        ids = ids.long()
-        mask = kwargs.get("attention_mask")
-        if mask is not None and mask.shape != ids.shape:
-            raise ConfigurationError(
-                f"`attention_mask` has shape {tuple(mask.shape)}, but `input_ids` has {tuple(ids.shape)}: pass the whole "
-                "text, also with a cache."
-            )
-        outside = ids[(ids < 0) | (ids >= primary.vocab_size)]
-        if outside.numel():
-            raise messages.id_outside(f"`input_ids` holds {int(outside[0])}", primary.name, primary.vocab_size)
-        if mask is not None and ids.shape[1]:
-            # Left padding is what a decoder needs; the order of the real ids stays.
-            is_right_padded = bool((mask[:, :-1] > mask[:, 1:]).any())
-            if is_right_padded:
-                warnings.warn("the prompt is padded on the right: its padding is moved to the left.", stacklevel=3)
-                order = (mask != 0).long().argsort(dim=-1, stable=True)
-                ids, mask = ids.gather(-1, order), mask.gather(-1, order)
-        empty = torch.ones(len(ids), dtype=torch.bool) if ids.shape[1] == 0 else None
-        if empty is None and mask is not None:
-            empty = (mask.sum(-1) == 0).cpu()
-        if empty is not None and bool(empty.any()):
-            start = primary.encoder.start_ids
-            if not start:
-                what = f"row {int(empty.nonzero()[0, 0])} of the prompt is empty"
-                raise messages.nothing_to_start_from(primary.name, what)
-            missing = max(0, len(start) - ids.shape[1])
-            mask = torch.ones_like(ids) if mask is None else mask
-            ids, mask = nn.functional.pad(ids, (missing, 0)), nn.functional.pad(mask, (missing, 0))
-            ids[empty, -len(start) :] = torch.tensor(start, device=ids.device)
-            mask[empty, -len(start) :] = 1
-        if mask is not None:
-            kwargs["attention_mask"] = mask
-        return ids
 
 
 def _renderer(member: Member, item: MemberConfig) -> ChatRenderer:

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from ..config import is_number
-from ..decoding.prompts import OwnPrompts, read_prompts
-from ..errors import ConfigurationError
-from ..members.cached_rows import PlainContext
-from ..members.member import Member, MemberState
+from ..decoding.prompts import OwnPrompts, prepare_prompt, read_prompts
+from ..errors import ConfigurationError, MemberError
+from ..members.member import Member
 from ..model import EnsembleForCausalLM
-from ..vocabulary.token_bytes import NO_TOKEN
-
-_MAX_LOGITS = 2**26
-"""Most logits of one forward: longer prompts go through the cache in pieces."""
+from ..scoring.by_member import score_by_member
+from ..scoring.pairs import Pair, num_bytes_after
 
 
 def weights_from_scores(scores: Sequence[float], chance: float = 0.0) -> list[float]:
@@ -91,7 +88,7 @@ def packllm_weights(
     Raises:
         ConfigurationError: If `temperature` is not positive, or a member has nothing to predict in a prompt: it is one
             token of it, without a BOS.
-        MemberError: If a member fails, or gives NaN.
+        MemberError: If a member fails or gives NaN, or none gives a prompt any probability.
 
     Reference:
         Mavromatis et al., "Pack of LLMs: Model Fusion at Test-Time via Perplexity Optimization"
@@ -99,59 +96,41 @@ def packllm_weights(
     """
     if not (is_number(temperature) and 0 < temperature < math.inf):
         raise ConfigurationError(f"`temperature` has to be a positive number, but is {temperature!r}.")
-    options: dict[str, Any] = {"attention_mask": attention_mask}
-    ids = ensemble._prepare_inputs(input_ids, options)
-    if ids is None:
+    if input_ids is None:
         raise ConfigurationError("`input_ids` must be given: the weights depend on the prompt.")
     members = ensemble._members
+    ids, mask = prepare_prompt(members[0], input_ids, attention_mask)
     own = OwnPrompts(ensemble._renderers, member_prompts, len(ids))
-    prompts = read_prompts(members, range(len(members)), "retokenize", ids, options["attention_mask"], own)
+    prompts = read_prompts(members, range(len(members)), "retokenize", ids, mask, own)
     losses = []
     for index, member in enumerate(members):
         rows = [context.ids for context in prompts.contexts[index]] if index else prompts.ids
         losses.append(_losses_per_byte(member, rows))
+    loss = torch.stack(losses, dim=-1)  # (num_prompts, M)
+    impossible = loss.isinf().all(-1).nonzero()[:, 0].tolist()
+    if impossible:
+        raise MemberError(
+            f"no member gives prompt {impossible[0]} any probability, so that it can weigh none of them."
+        )
     entry = members[0].encoder.token_bytes.entry
     num_tokens = [sum(1 for i in row if entry(i)) for row in prompts.ids]
     bytes_per_token = torch.tensor([len(text) / n for text, n in zip(prompts.texts, num_tokens, strict=True)])
-    loss = torch.stack(losses, dim=-1)  # (num_prompts, M)
     weights = (-loss * bytes_per_token[:, None] / temperature).softmax(-1)
     return weights[prompts.prompt_of_row].to(ids.device)
 
 
-def _losses_per_byte(member: Member, rows: Sequence[Sequence[int]]) -> Tensor:
+def _losses_per_byte(member: Member, rows: Sequence[list[int]]) -> Tensor:
     """A member's mean loss in nats per byte of what each row writes after its first id, of shape `(num_rows,)`."""
     token_bytes = member.encoder.token_bytes
-    num_bytes = []
-    for n, row in enumerate(rows):
-        num_bytes.append(len(token_bytes.write_from_start(row)) - len(token_bytes.write_from_start(row[:1])))
-        if num_bytes[-1] == 0:
+    pairs = [Pair(row[:1], row[1:], num_bytes_after(member, row[:1], row[1:])) for row in rows]
+    for n, pair in enumerate(pairs):
+        if pair.num_bytes == 0:
             raise ConfigurationError(
                 f"member {member.name!r} has nothing to predict in prompt {n}, which is "
-                f"{token_bytes.write_from_start(row)!r} to it. Give longer prompts, or weights of another kind."
+                f"{token_bytes.write_from_start(rows[n])!r} to it. Give longer prompts, or weights of another kind."
             )
-    contexts = [PlainContext([]) for _ in rows]
-    state = MemberState(member, contexts)
-    no_token = torch.as_tensor(token_bytes.kinds == NO_TOKEN, device=member.device)
-    totals = torch.zeros(len(rows), dtype=torch.float64)
-    piece = max(1, _MAX_LOGITS // (len(rows) * member.vocab_size))
-    for start in range(0, max(map(len, rows)) - 1, piece):
-        new = [row[start : start + piece + 1] for row in rows]  # what is predicted, after the id before it
-        for context, row in zip(contexts, rows, strict=True):
-            context.ids = list(row[: min(start + piece, len(row) - 1)])
-        num_new = [max(0, len(ids) - 1) for ids in new]
-        width = max(num_new)
-        logits = state.logits([max(1, n) for n in num_new])
-        logits = logits.reshape(len(rows), -1, logits.shape[-1])[:, -width:]  # (num_rows, width, V)
-        logprobs = logits.float().masked_fill(no_token, -torch.inf).log_softmax(-1)
-        targets = torch.tensor([[0] * (width - n) + list(ids[1:]) for n, ids in zip(num_new, new, strict=True)])
-        chosen = logprobs.gather(-1, targets.to(logits.device)[..., None])[..., 0].cpu().double()
-        counts = torch.tensor(
-            [
-                [False] * (width - n) + [bool(token_bytes.entry(i)) for i in ids[1:]]
-                for n, ids in zip(num_new, new, strict=True)
-            ]
-        )
-        totals -= chosen.where(counts, 0).sum(-1)
-    if not bool(totals.isfinite().all()):
-        raise member.not_finite("on the prompt")
-    return (totals / torch.tensor(num_bytes)).float()
+    losses = []
+    for pair, score in zip(pairs, score_by_member([member], {0: pairs})[0], strict=True):
+        writes = torch.tensor([bool(token_bytes.entry(i)) for i in pair.continuation])
+        losses.append(-score.log_probs[writes].sum() / pair.num_bytes)
+    return torch.stack(losses).float()

@@ -5,13 +5,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import messages
 from ..chat.memory import recall
 from ..chat.rendering import ChatRenderer
 from ..errors import ConfigurationError
-from ..members.member import Member, MemberState
+from ..members.member import Member, MemberState, padded_left
 from ..vocabulary.context import MemberContext, Resync
 
 
@@ -72,8 +73,103 @@ class OwnPrompts:
         self.texts = list(zip(*texts, strict=True))
 
     def of_row(self, row: int, num_rows: int) -> tuple[str | None, ...]:
-        """Each member's own prompt in one of the call's rows, of which every prompt has the same number."""
+        """Each member's own prompt in one row of a call, of whose rows every prompt has the same number.
+
+        Args:
+            row: The row.
+            num_rows: Number of rows of the call.
+        """
         return self.texts[row * len(self.texts) // num_rows]
+
+
+def encode_primary_prompt(
+    primary: Member, member_prompts: Sequence[Any] | None
+) -> tuple[Tensor | None, Tensor | None, Sequence[Any] | None]:
+    """Encode the primary's entry of `member_prompts`, which stands for the ids of a call without any.
+
+    Args:
+        primary: The primary.
+        member_prompts: For each member its own plain text, as in `generate`; None for none.
+
+    Returns:
+        Its ids and mask, each of shape `(batch_size, length)` on the primary's device and padded on the left, and the
+        entries of the other members; None, None and `member_prompts` where the primary has no entry.
+
+    Raises:
+        ConfigurationError: If the primary's entry is no text or list of texts.
+    """
+    if not isinstance(member_prompts, (list, tuple)) or not member_prompts or member_prompts[0] is None:
+        return None, None, member_prompts
+    texts = [member_prompts[0]] if isinstance(member_prompts[0], str) else member_prompts[0]
+    if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ConfigurationError(
+            f"`member_prompts` of the primary {primary.name!r} must be a text or a list of texts, or None beside "
+            f"`input_ids`, but is {texts!r:.200}."
+        )
+    # Its tokenizer may have no padding token.
+    ids, mask = padded_left(primary.tokenizer(list(texts))["input_ids"], primary.tokenizer.pad_token_id or 0)
+    return ids.to(primary.device), mask.to(primary.device), [None, *member_prompts[1:]]
+
+
+def prepare_prompt(primary: Member, ids: Any, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Check a prompt, move its padding to the left and give empty rows a start.
+
+    Called by what users call, whose line a warning points at.
+
+    Args:
+        primary: The primary.
+        ids: Its ids, of shape `(batch_size, length)`, as users give them.
+        mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
+
+    Returns:
+        Ids and mask, of the same shape, or longer where a row was empty.
+
+    Raises:
+        TypeError: If `ids` is no tensor.
+        ConfigurationError: If ids or mask do not fit, or an empty row has nothing to start from.
+    """
+    _check_ids(primary, ids, mask)
+    ids = ids.long()
+    if mask is not None and ids.shape[1] and bool((mask[:, :-1] > mask[:, 1:]).any()):
+        # Left padding is what a decoder needs; the order of the real ids stays.
+        warnings.warn("the prompt is padded on the right: its padding is moved to the left.", stacklevel=4)
+        order = (mask != 0).long().argsort(dim=-1, stable=True)
+        ids, mask = ids.gather(-1, order), mask.gather(-1, order)
+    if mask is None and ids.shape[1]:
+        return ids, None
+    mask = torch.ones_like(ids) if mask is None else mask
+    empty = (mask.sum(-1) == 0).nonzero()[:, 0]
+    if len(empty):
+        start = primary.encoder.start_ids
+        if not start:
+            raise messages.nothing_to_start_from(primary.name, f"row {int(empty[0])} of the prompt is empty")
+        missing = max(0, len(start) - ids.shape[1])
+        ids, mask = torch.nn.functional.pad(ids, (missing, 0)), torch.nn.functional.pad(mask, (missing, 0))
+        ids[empty, -len(start) :] = torch.tensor(start, device=ids.device)
+        mask[empty, -len(start) :] = 1
+    return ids, mask
+
+
+def _check_ids(primary: Member, ids: Any, mask: Tensor | None) -> None:
+    if not isinstance(ids, Tensor):
+        raise TypeError(
+            f"`input_ids` has to be a tensor of the primary's ids, but is {type(ids).__name__}. Encode text with "
+            "`ensemble.tokenizer(text, return_tensors='pt')`."
+        )
+    if ids.ndim != 2 or (ids.is_floating_point() and ids.numel()):
+        raise ConfigurationError(
+            f"`input_ids` has to be of shape (batch_size, length) and integer, but is {tuple(ids.shape)}, {ids.dtype}."
+        )
+    if ids.shape[0] == 0:
+        raise ConfigurationError("`input_ids` holds no row: give at least one prompt.")
+    if mask is not None and mask.shape != ids.shape:
+        raise ConfigurationError(
+            f"`attention_mask` has shape {tuple(mask.shape)}, but `input_ids` has {tuple(ids.shape)}: pass the whole "
+            "text, also with a cache."
+        )
+    outside = ids[(ids < 0) | (ids >= primary.vocab_size)]
+    if outside.numel():
+        raise messages.id_outside(f"`input_ids` holds {int(outside[0])}", primary.name, primary.vocab_size)
 
 
 def read_prompts(

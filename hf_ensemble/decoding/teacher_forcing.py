@@ -1,6 +1,6 @@
 """One member's logits at every step of given texts: many steps to a forward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,12 @@ from torch import Tensor
 from ..members.cached_rows import PlainContext
 from ..members.member import Member, MemberState
 from ..vocabulary.context import MemberContext
+
+_MAX_LOGITS = 2**26
+"""Most logits of one member that are held at once."""
+
+_MAX_MIXED = 2**24
+"""Most columns that are worked on at once, which takes several times that much."""
 
 _MAX_BRANCH_IDS = 2**13
 """Most cached ids that branches hold at once: every branch has a copy of the cache before it."""
@@ -29,7 +35,12 @@ class ForcedText:
 
     @classmethod
     def of_ids(cls, prompt: Sequence[int], continuation: Sequence[int]) -> "ForcedText":
-        """Read ids as they are: a step before each id of the continuation."""
+        """Read ids as they are: a step before each id of the continuation.
+
+        Args:
+            prompt: Ids of the prompt.
+            continuation: Ids after it.
+        """
         steps = range(len(continuation))
         shared = [len(prompt) + step for step in steps]
         return cls([*prompt, *continuation[:-1]], shared, [[] for _ in steps], [False for _ in steps])
@@ -128,31 +139,35 @@ class ForcedMember:
             self._run_branches(branches[n : n + size])
 
     def take(self, pairs: Sequence[tuple[int, int]]) -> Tensor:
-        """The logits at (row, step) pairs of the block, of shape `(num_pairs, vocab_size)`."""
-        parts, order = [], []
+        """The logits at (row, step) pairs of the block, in float32, of shape `(num_pairs, vocab_size)`.
+
+        They are 0 in rows that the member does not read.
+        """
         by_part: dict[int, list[int]] = {}
         for n, pair in enumerate(pairs):
-            by_part.setdefault(self._place_of[pair][0], []).append(n)
+            if pair in self._place_of:
+                by_part.setdefault(self._place_of[pair][0], []).append(n)
+        found = []
         for part, places in by_part.items():
-            source = self._logits[part]
-            index = torch.tensor([self._place_of[pairs[n]][1] for n in places], device=source.device)
-            parts.append(source.index_select(0, index))
-            order += places
-        if len(parts) == 1:
-            return parts[0]
-        taken = torch.cat(parts)
-        return torch.empty_like(taken).index_copy_(0, torch.tensor(order, device=taken.device), taken)
+            index = torch.tensor([self._place_of[pairs[n]][1] for n in places], device=self._logits[part].device)
+            found.append((places, self._logits[part].index_select(0, index).float()))
+        if len(found) == 1 and len(found[0][0]) == len(pairs):
+            return found[0][1]
+        taken = torch.zeros(len(pairs), self.member.vocab_size, device=self.member.device)
+        for places, logits in found:
+            taken.index_copy_(0, torch.tensor(places, device=taken.device), logits)
+        return taken
 
     def _started(self) -> MemberState[PlainContext]:
         """A state for the rows; a prompt that several of them have is run once."""
         first = {row: tuple(self._texts[row].context(0)) for row in self._live}
         distinct = list(dict.fromkeys(first.values()))
+        if len(distinct) == len(self._live) or max(map(len, distinct)) == 1:
+            # To read a lone BOS in every row takes less than a pass of its own.
+            return MemberState(self.member, [PlainContext(list(ids)) for ids in first.values()])
         state = MemberState(self.member, [PlainContext(list(ids)) for ids in distinct])
-        if len(distinct) == len(self._live):
-            return state
         state.logits()
-        number_of = {ids: n for n, ids in enumerate(distinct)}
-        prompts = [number_of[first[row]] for row in self._live]
+        prompts = [distinct.index(ids) for ids in first.values()]
         state.select(prompts, [PlainContext(list(distinct[n]), len(distinct[n])) for n in prompts])
         return state
 
@@ -190,3 +205,28 @@ class ForcedMember:
         if places:
             self._place_of.update(((self._live[place], step), (len(self._logits), place)) for place in places)
             self._logits.append(self._state.logits(rows=places))
+
+
+def advance_by_blocks(
+    members: Sequence[ForcedMember], num_steps: Sequence[int], width: int
+) -> Iterator[list[tuple[int, int]]]:
+    """Advance members side by side along their texts, so far at once as memory allows.
+
+    Args:
+        members: The members, at the start of their texts.
+        num_steps: Number of steps of every row.
+        width: Number of columns that each step is worked on in.
+
+    Yields:
+        The (row, step) pairs to work on next, which every member has reached.
+    """
+    longest = max(num_steps)
+    size = max(1, _MAX_LOGITS // (len(num_steps) * max(forced.member.vocab_size for forced in members)))
+    num_pairs = max(1, _MAX_MIXED // width)
+    for start in range(0, longest, size):
+        stop = min(start + size, longest)
+        for forced in members:
+            forced.advance(start, stop)
+        steps = [(row, step) for row, count in enumerate(num_steps) for step in range(start, min(stop, count))]
+        for n in range(0, len(steps), num_pairs):
+            yield steps[n : n + num_pairs]

@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..decoding.call import Call
-from ..decoding.step_weights import StepWeights
 from ..recording.recorder import DecisionRecorder
-from ..scoring.pairs import Pair
+from ..scoring.likelihoods import Batch, Found
 
 
 @dataclass
@@ -117,17 +116,10 @@ class Mode(ABC):
             output["decisions"] = self.recorder.decisions(output.sequences)
 
     @abstractmethod
-    def score_batch(
-        self, pairs: Sequence[Pair], weights: StepWeights, numbers: Sequence[int], end_ids: Sequence[int]
-    ) -> list[tuple[float, bool]]:
+    def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Score continuations together.
 
         Args:
-            pairs: Prompts and continuations.
-            weights: Their step weights.
-            numbers: Which continuations they are, for errors.
+            batch: Prompts and continuations.
             end_ids: The primary's ids that end a text.
-
-        Returns:
-            For each its log-probability, and whether it is what greedy decoding writes.
         """

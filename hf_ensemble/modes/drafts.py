@@ -13,10 +13,9 @@ from ..decoding.row_processors import RowProcessors, needs_whole_batch
 from ..decoding.speculation.decoder import SpeculativeDecoder
 from ..decoding.speculation.draft_length import DraftLength
 from ..decoding.speculation.options import Speculation, obstacle_in_call, obstacle_in_method, whole_batch_obstacle
-from ..decoding.step_weights import StepWeights
 from ..methods.base import TokenMethod, eos_ids_of
 from ..methods.primary_alone import PrimaryAlone
-from ..scoring.pairs import Pair
+from ..scoring.likelihoods import Batch, Found
 from .base import Loop, Mode
 
 
@@ -147,8 +146,6 @@ class DraftMode(Mode):
         output["share_ensembled"] = self._decoder.share_ensembled
         output["speculation"] = self._decoder.stats
 
-    def score_batch(
-        self, pairs: Sequence[Pair], weights: StepWeights, numbers: Sequence[int], end_ids: Sequence[int]
-    ) -> list[tuple[float, bool]]:
+    def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Drafts change nothing of what is likely."""
-        return self._plain.score_batch(pairs, weights, numbers, end_ids)
+        return self._plain.score_batch(batch, end_ids)

@@ -8,11 +8,9 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from ..decoding.call import end_ids
 from ..decoding.hooks import FollowingCriteriaList
-from ..decoding.step_weights import StepWeights
 from ..methods.base import MemberMaps, eos_ids_of
 from ..recording.recorder import DecisionRecorder, PrimaryRecorder
-from ..scoring.likelihoods import score_alone
-from ..scoring.pairs import Pair
+from ..scoring.likelihoods import Batch, Found, score_alone
 from .base import Mode
 
 
@@ -45,9 +43,6 @@ class PrimaryMode(Mode):
         self.recorder.choose(input_ids[:, -1], done)
         return done
 
-    def score_batch(
-        self, pairs: Sequence[Pair], weights: StepWeights, numbers: Sequence[int], end_ids: Sequence[int]
-    ) -> list[tuple[float, bool]]:
+    def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Score by the primary's own distribution."""
-        own = [(pair.prompt, pair.continuation) for pair in pairs]
-        return score_alone(self.call.members[0], own, numbers, all_columns=True)
+        return score_alone(self.call.members[0], batch)

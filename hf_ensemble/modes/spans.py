@@ -11,12 +11,10 @@ from ..decoding.decided_ids import write_decided
 from ..decoding.proposals import WARPERS
 from ..decoding.refusals import Obstacle, refuse
 from ..decoding.spans.decoder import SpanDecoder, SpanDecoderOutput
-from ..decoding.step_weights import StepWeights
 from ..errors import ConfigurationError
 from ..methods.base import eos_ids_of
 from ..recording.spans import decisions_of_rounds
-from ..scoring.likelihoods import score_spans
-from ..scoring.pairs import Pair
+from ..scoring.likelihoods import Batch, Found, score_by_spans
 from .base import Loop, Mode
 
 _ANY_VOCABULARY = {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"}
@@ -110,8 +108,6 @@ class SpanMode(Mode):
             output["decisions"] = decisions_of_rounds(decoder, call.config, loop.input_ids, loop.mask, ids)
         return output
 
-    def score_batch(
-        self, pairs: Sequence[Pair], weights: StepWeights, numbers: Sequence[int], end_ids: Sequence[int]
-    ) -> list[tuple[float, bool]]:
+    def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Score by the mean over the members of each one's own log-probability."""
-        return score_spans(self.call.members, weights.participants, pairs, numbers, self.call.renderers)
+        return score_by_spans(self.call.members, self.call.renderers, batch)

@@ -15,14 +15,13 @@ from ..decoding.call import end_ids
 from ..decoding.hooks import FollowingCriteriaList, FusionProcessor, SelectionProcessor, SettlingProcessor
 from ..decoding.proposals import split_at_warpers
 from ..decoding.refusals import refuse_all_but_greedy
-from ..decoding.step_weights import StepWeights
 from ..decoding.token_decoder import TokenDecoder
 from ..decoding.unpadded_penalty import UnpaddedPenalty
 from ..errors import ConfigurationError
 from ..methods.base import TokenMethod
 from ..recording.recorder import DecisionRecorder
-from ..scoring.likelihoods import score_fused
-from ..scoring.pairs import Pair
+from ..scoring.likelihoods import Batch, Found
+from ..scoring.token_batch import TokenBatch
 from .base import Loop, Mode
 from .stock_loop import WAITS
 
@@ -108,13 +107,11 @@ class TokenMode(Mode):
             output["share_ensembled"] = self._decoder.share_ensembled
         super().fill(output, settings)
 
-    def score_batch(
-        self, pairs: Sequence[Pair], weights: StepWeights, numbers: Sequence[int], end_ids: Sequence[int]
-    ) -> list[tuple[float, bool]]:
+    def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Score by the fused distribution of every step."""
         call = self.call
         method = call.kept.method(call.config, end_ids)
-        return score_fused(call.members, method, call.config, weights, pairs, numbers, call.renderers)
+        return TokenBatch(call.members, call.renderers, method, call.config, batch).score()
 
     def _primary_can_wait(self, settings: Any, method: TokenMethod) -> bool:
         """Whether the primary need not run in the decoding loop: not every step needs it, or its steps are captured."""

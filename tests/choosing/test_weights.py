@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-import hf_ensemble.choosing.prompt_weights
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, MemberError, packllm_weights, weights_from_scores
+from hf_ensemble.decoding import teacher_forcing
 from tests import tiny
 from tests.contracts import PROMPTS, Recipe, make_ensemble, model_of, tokenizer_of
 
@@ -75,9 +75,9 @@ def test_packllm_is_what_one_plain_call_a_prompt_gives(recipe, temperature):
 def test_a_prompt_in_pieces_gives_the_same(monkeypatch):
     inputs = padded(ENSEMBLE.ensemble, PROMPTS)
     whole = packllm_weights(ENSEMBLE.ensemble, **inputs)
-    monkeypatch.setattr(hf_ensemble.choosing.prompt_weights, "_MAX_LOGITS", 3 * 800)
+    monkeypatch.setattr(teacher_forcing, "_MAX_LOGITS", 3 * 800)
     torch.testing.assert_close(packllm_weights(ENSEMBLE.ensemble, **inputs), whole, atol=1e-5, rtol=0)
-    monkeypatch.setattr(hf_ensemble.choosing.prompt_weights, "_MAX_LOGITS", 1)
+    monkeypatch.setattr(teacher_forcing, "_MAX_LOGITS", 1)
     torch.testing.assert_close(packllm_weights(ENSEMBLE.ensemble, **inputs), whole, atol=1e-5, rtol=0)
 
 

@@ -18,7 +18,6 @@ from hf_ensemble import (
     UniteConfig,
 )
 from hf_ensemble.decoding import teacher_forcing
-from hf_ensemble.scoring import likelihoods
 from tests import tiny
 from tests.contracts import make_ensemble
 from tests.reference import Reference, ReferenceMember
@@ -199,8 +198,8 @@ def test_long_texts_go_in_blocks(monkeypatch):
     whole = ensemble.score(*zip(*pairs, strict=True), method=config)
     expected = score(Reference(members, "unite", top_k=ALL), *split(members[0], *pairs[1])).log_prob
     assert whole.log_probs[1].item() == pytest.approx(expected, abs=2e-4)
-    monkeypatch.setattr(likelihoods, "_MAX_LOGITS", 10_000)
-    monkeypatch.setattr(likelihoods, "_MAX_MIXED", 3_000)
+    monkeypatch.setattr(teacher_forcing, "_MAX_LOGITS", 10_000)
+    monkeypatch.setattr(teacher_forcing, "_MAX_MIXED", 3_000)
     monkeypatch.setattr(teacher_forcing, "_MAX_BRANCH_IDS", 600)
     for batch_size in (1, 2):
         found = ensemble.score(*zip(*pairs, strict=True), method=config, batch_size=batch_size)

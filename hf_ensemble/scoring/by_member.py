@@ -1,0 +1,121 @@
+"""How likely texts are to each member by itself, in its own ids."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import messages
+from ..decoding.own_log_probs import OwnLogProbs
+from ..decoding.teacher_forcing import ForcedMember, ForcedText, advance_by_blocks
+from ..members.member import Member
+from .pairs import Pair
+
+
+@dataclass(frozen=True)
+class OwnScore:
+    """How likely one text is to one member.
+
+    Attributes:
+        log_probs: Natural logarithm of the probability of each of its ids, in float64 on the CPU, of shape
+            `(num_tokens,)`; `-inf` where the member gives an id nothing.
+        num_bytes: Number of UTF-8 bytes of the text.
+        is_greedy: Whether every id is the member's best.
+    """
+
+    log_probs: Tensor
+    num_bytes: int
+    is_greedy: bool
+
+    @property
+    def log_prob(self) -> float:
+        """Natural logarithm of the probability of the text; 0 for no ids."""
+        return float(self.log_probs.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of the member's ids in the text."""
+        return len(self.log_probs)
+
+
+def score_by_member(
+    members: Sequence[Member],
+    pairs: Mapping[int, Sequence[Pair]],
+    names: Sequence[str] | None = None,
+    over_all_ids: bool = False,
+) -> dict[int, list[OwnScore]]:
+    """Let members score texts, each by itself and in its own ids. All rows of a member run together.
+
+    Args:
+        members: The members.
+        pairs: By number of member, its ids of every row's prompt and of the text after it: see `own_pairs`.
+        names: What errors call each row's text, such as "continuation 3"; None where it is the rest of the prompt.
+        over_all_ids: Whether ids without a token have a share in the distributions, as they do when a member decodes by
+            itself.
+
+    Returns:
+        By number of member, what it gives every row's text.
+
+    Raises:
+        ConfigurationError: If prompt and text do not fit a member's positions; before anything runs.
+        MemberError: If a member fails, or gives NaN.
+    """
+    texts = {
+        index: {
+            row: ForcedText.of_ids(pair.prompt, pair.continuation)
+            for row, pair in enumerate(rows)
+            if pair.continuation
+        }
+        for index, rows in pairs.items()
+    }
+    check_positions(members, texts, names)
+    return {index: _score(members[index], texts[index], rows, names, over_all_ids) for index, rows in pairs.items()}
+
+
+def _score(
+    member: Member,
+    texts: dict[int, ForcedText],
+    pairs: Sequence[Pair],
+    names: Sequence[str] | None,
+    over_all_ids: bool,
+) -> list[OwnScore]:
+    own, forced = OwnLogProbs(member, over_all_ids), ForcedMember(member, texts)
+    found: list[list[float]] = [[] for _ in pairs]
+    is_greedy = [True] * len(pairs)
+    for steps in advance_by_blocks([forced], [len(pair.continuation) for pair in pairs], member.vocab_size):
+        log_probs = own(forced.take(steps))
+        targets = torch.tensor([pairs[row].continuation[step] for row, step in steps], device=log_probs.device)
+        best, choices = log_probs.max(-1)
+        host = torch.stack([log_probs.gather(-1, targets[:, None])[:, 0], choices == targets, best.isnan()])
+        for (row, step), log_prob, greedy, has_failed in zip(steps, *host.tolist(), strict=True):
+            if has_failed:
+                raise member.not_finite("on the prompt" if names is None else f"in {names[row]} at step {step + 1}")
+            found[row].append(log_prob)
+            is_greedy[row] &= bool(greedy)
+    return [
+        OwnScore(torch.tensor(values, dtype=torch.float64), pair.num_bytes, greedy)
+        for values, pair, greedy in zip(found, pairs, is_greedy, strict=True)
+    ]
+
+
+def check_positions(
+    members: Sequence[Member], texts: Mapping[int, Mapping[int, ForcedText]], names: Sequence[str] | None = None
+) -> None:
+    """Refuse texts that are longer than a member has positions for.
+
+    Args:
+        members: The members.
+        texts: By number of member, what it reads in which row.
+        names: What errors call each row's text: see `score_by_member`.
+
+    Raises:
+        ConfigurationError: If one is too long.
+    """
+    for index, rows in texts.items():
+        limit = members[index].max_positions
+        for row, text in rows.items():
+            if limit is not None and text.longest > limit:
+                what = "the prompt takes" if names is None else f"prompt and {names[row]} take"
+                remedy = "Shorten the prompt, or score the text in parts"
+                raise messages.too_long(members[index].name, limit, what, text.longest, remedy)
