@@ -15,7 +15,7 @@ from .config import (
 )
 from .decoding.hooks import EnsembleLogitsProcessor
 from .decoding.spans.decoder import SpanCandidate, SpanDecoderOutput, SpanRound
-from .decoding.speculation.decoder import SpeculationRound, SpeculationStats
+from .decoding.speculation.stats import SpeculationRound, SpeculationStats
 from .decoding.stopping_criteria import SpanStoppingCriteria
 from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
 from .model import EnsembleForCausalLM

@@ -46,7 +46,7 @@ from .decoding.hooks import FusionProcessor, SelectionProcessor, UnpaddedPenalty
 from .decoding.prompts import OwnPrompts
 from .decoding.row_processors import WARPERS, RowProcessors, needs_whole_batch
 from .decoding.spans.decoder import SpanDecoder, SpanDecoderOutput
-from .decoding.speculation.decoder import PrimaryAlone, SpeculativeDecoder
+from .decoding.speculation.decoder import SpeculativeDecoder
 from .decoding.speculation.draft_length import DraftLength
 from .decoding.speculation.options import Speculation, obstacle_in_call, obstacle_in_method
 from .decoding.step_weights import MixingWeights, WeightsLike
@@ -59,6 +59,7 @@ from .member_comparison import CompatibilityReport, compare_members
 from .members.member import Member
 from .methods import build_method
 from .methods.base import MemberMaps, TokenMethod, eos_ids_of
+from .methods.primary_alone import PrimaryAlone
 from .recording.recorder import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
 from .recording.spans import decisions_of_rounds
 from .scoring.likelihoods import Scores, read_pairs, score_pairs

@@ -18,87 +18,20 @@ from torch import Tensor
 from ... import messages
 from ...errors import MemberError
 from ...members.member import Member, MemberState
-from ...methods.base import Mixed, TokenMethod
+from ...methods.base import TokenMethod
 from ...methods.captured import CapturedMix
 from ...mixing import fold
-from ...vocabulary.context import MemberContext, Resync, num_common
+from ...vocabulary.context import MemberContext, num_common
 from ..prompts import OwnPrompts, expand_prompts, read_prompts
 from ..row_processors import RowProcessors
 from ..text_warnings import warn_of_control, warn_of_losses
 from ..token_decoder import without_member
 from .draft_length import DraftLength
 from .drafts import NGRAM, Draft, MemberDrafter, RowText
+from .stats import SpeculationRound, SpeculationStats
 
 _NUM_QUIET = 4
 """Rounds without a draft after which the next one is taken to have none either."""
-
-
-@dataclass(frozen=True)
-class SpeculationRound:
-    """One round of one row, in which all drafted entries that were kept and one more were written.
-
-    Attributes:
-        drafter: `"ngram"`, or the name of the member that drafted; None where nothing was drafted.
-        num_drafted: Number of entries that were drafted and checked.
-        num_kept: Number of those that were kept.
-    """
-
-    drafter: str | None
-    num_drafted: int
-    num_kept: int
-
-
-@dataclass(frozen=True)
-class SpeculationStats:
-    """What came of the drafts of one call.
-
-    Attributes:
-        rounds: For each row, its rounds. A row may have been decided further than it was written.
-    """
-
-    rounds: list[list[SpeculationRound]]
-
-    @property
-    def num_rounds(self) -> int:
-        """Number of rounds of all rows."""
-        return sum(map(len, self.rounds))
-
-    @property
-    def drafted(self) -> dict[str, int]:
-        """For each drafter, how many entries it drafted that were checked."""
-        return self._counted("num_drafted")
-
-    @property
-    def kept(self) -> dict[str, int]:
-        """For each drafter, how many of its entries were kept."""
-        return self._counted("num_kept")
-
-    @property
-    def entries_per_round(self) -> float:
-        """How many entries a round of a row wrote on average: 1 without speculation."""
-        return 1 + sum(self.kept.values()) / max(self.num_rounds, 1)
-
-    def _counted(self, what: str) -> dict[str, int]:
-        counts: Counter[str] = Counter()
-        for row in self.rounds:
-            for item in row:
-                if item.drafter is not None:
-                    counts[item.drafter] += getattr(item, what)
-        return dict(counts)
-
-
-class PrimaryAlone(TokenMethod):
-    """The primary's own logits, as they are."""
-
-    resync: Resync = "append"
-    is_wide = False
-    is_capturable = False
-
-    def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
-        """Return the primary's logits; see `TokenMethod.mix`."""
-        primary = logits[0]
-        assert primary is not None
-        return Mixed(primary, torch.zeros_like(weights))
 
 
 @dataclass

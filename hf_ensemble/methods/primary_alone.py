@@ -1,0 +1,23 @@
+"""The primary alone, as a method: what decides in a call with all the weight on the primary."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..vocabulary.context import Resync
+from .base import Mixed, TokenMethod
+
+
+class PrimaryAlone(TokenMethod):
+    """The primary's own logits, as they are."""
+
+    resync: Resync = "append"
+    is_wide = False
+    is_capturable = False
+
+    def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
+        """Return the primary's logits; see `TokenMethod.mix`."""
+        primary = logits[0]
+        assert primary is not None
+        return Mixed(primary, torch.zeros_like(weights))
