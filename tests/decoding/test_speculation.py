@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from hf_ensemble import ConfigurationError, GacConfig, MemberError
+from hf_ensemble import ConfigurationError, GacConfig, MemberError, SpeculationRound, SpeculationStats
 from hf_ensemble.decoding.speculation import decoder as speculation_module
 from hf_ensemble.decoding.speculation.draft_length import DraftLength
 from hf_ensemble.decoding.speculation.drafts import MemberDrafter, PromptLookup
@@ -165,7 +165,7 @@ def test_every_drafter_drafts_and_is_counted(ensemble, row, monkeypatch):
         found = run(ensemble, row, speculation=name, max_new_tokens=9)
         stats = found.speculation
         assert sum(stats.drafted.values()) > 0
-        assert all(0 <= stats.kept[drafter] <= count for drafter, count in stats.drafted.items())
+        assert all(0 <= stats.accepted[drafter] <= count for drafter, count in stats.drafted.items())
         assert stats.num_rounds == len(stats.rounds[0])
         assert stats.entries_per_round >= 1
         assert found.share_ensembled == [1.0]
@@ -370,6 +370,17 @@ def test_a_drafter_without_weight_and_positions_left_stops_drafting(method, monk
         assert found.speculation.drafted["member-2"] > 0
 
 
+def test_what_came_of_the_drafts_is_summed_by_drafter():
+    rounds = [[("ngram", 4, 1), (None, 0, 0), ("small", 2, 2)], [("ngram", 1, 1)]]
+    stats = SpeculationStats([[SpeculationRound(*one) for one in row] for row in rounds])
+    assert stats.num_rounds == 4
+    assert stats.drafted == {"ngram": 5, "small": 2}
+    assert stats.accepted == stats.kept == {"ngram": 2, "small": 2}
+    assert stats.acceptance_rate == {"ngram": 0.4, "small": 1.0}
+    assert stats.entries_per_round == 2.0
+    assert stats.rounds[0][0].num_accepted == stats.rounds[0][0].num_kept == 1
+
+
 # --- What is run ----------------------------------------------------------------------------------------------------
 
 
@@ -427,7 +438,7 @@ def test_where_the_text_is_cut_otherwise_the_round_ends(monkeypatch):
         for a, b in zip(found.scores, expected.scores, strict=True):
             torch.testing.assert_close(a, b)
     assert apart.speculation.num_rounds == 3
-    assert apart.speculation.kept == {"ngram": 0}
+    assert apart.speculation.accepted == {"ngram": 0}
 
 
 def test_logits_of_a_position_that_was_not_used_may_be_anything(ensemble, row, monkeypatch):
@@ -468,7 +479,7 @@ def test_a_sampled_text_does_not_depend_on_the_drafts(method, ensemble, batch, m
         stub.draft_from_now(half_right)
     assert_same_output(found[1], found[0])
     assert_same_output(found[2], found[0])
-    assert found[1].speculation.kept["ngram"] > 0
+    assert found[1].speculation.accepted["ngram"] > 0
     torch.manual_seed(6)
     other = run(ensemble, batch, speculation="ngram", **{**options, "max_new_tokens": 10})
     assert other.sequences.tolist() != found[0].sequences.tolist()
@@ -501,7 +512,7 @@ def test_sampled_texts_have_the_law_of_the_plain_loop(method, monkeypatch):
         speculation="ngram",
         output_logits=False,
     )
-    assert output.speculation.kept["ngram"] > num_texts / 10
+    assert output.speculation.accepted["ngram"] > num_texts / 10
     counts = Counter(map(tuple, output.sequences[:, 1:].tolist()))
     first = {a: 0.3, b: 0.5, c: 0.2}
     after_b = {a: 0.35, b: 0.2, c: 0.45}

@@ -86,13 +86,14 @@ class Chain:
         columns: The drafted entries.
         contexts: Every member's context before the draft, and after each of its entries.
         positions: The numbers of these contexts among those of all rows; see `number_positions`.
+        used: The positions at which something was written: up to where the row departed from its draft, or ended.
     """
 
     def __init__(self, row: Row, contexts: dict[int, MemberContext]):
         self.row = row
         self.columns: list[int] = []
         self.contexts = [contexts]
-        self.positions = range(1)
+        self.positions = self.used = range(0)
 
     def follow(self, draft: Sequence[int], writer: EntryWriter) -> None:
         """Let every member follow a draft, as far as all that decide have positions for it.

@@ -20,16 +20,15 @@ class Choices:
         is_empty: Where nothing was left to choose from.
         not_finite: For each member, where its logits were not finite.
         best: For each member that may draft, by its number, its own best id at each position.
-        logits, scores: Rows over the primary's ids before and after the processors, of shape `(num_positions, width)`;
-            None unless they are kept.
+        kept: The logits and the scores that `generate` returns, of shape `(num_positions, width)`; None if they are not
+            asked for.
     """
 
     columns: list[int]
     is_empty: list[int]
     not_finite: list[list[int]]
     best: dict[int, list[int]]
-    logits: Tensor | None = None
-    scores: Tensor | None = None
+    kept: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def fetch(cls, columns: Tensor, is_empty: Tensor, normalizers: Tensor, best: Mapping[int, Tensor]) -> "Choices":
@@ -44,12 +43,6 @@ class Choices:
         not_finite = (~normalizers.isfinite()).long().T
         chosen, empty, *rest = torch.stack([columns, is_empty.long(), *not_finite, *best.values()]).tolist()
         return cls(chosen, empty, rest[: len(not_finite)], dict(zip(best, rest[len(not_finite) :], strict=True)))
-
-    def kept(self, position: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Copies of the rows of logits and scores at a position; None where they are not kept."""
-        if self.logits is None or self.scores is None:
-            return None, None
-        return self.logits[position].clone(), self.scores[position].clone()
 
 
 class Chooser:

@@ -90,7 +90,6 @@ class SpeculativeDecoder:
         self._runs_ahead = not processors.read_ids
         self._max_new = max_new_tokens
         self._end_ids = set(end_ids)
-        self._length = draft_length
         self._keeps_rows = keep_rows
         self._filler = filler
         self._width = members[0].vocab_size
@@ -150,12 +149,10 @@ class SpeculativeDecoder:
             self.decide_round()
         column = [row.pop() if is_live else None for row, is_live in zip(self._rows, live, strict=True)]
         if self._keeps_rows and any(column):
-            self.logits_rows.append(
-                torch.stack([self._row_of(item, item.logits if item else None) for item in column])
-            )
-            self.scores_rows.append(
-                torch.stack([self._row_of(item, item.scores if item else None) for item in column])
-            )
+            shown = [item or DecidedId(self._filler) for item in column]
+            logits, scores = zip(*(item.kept or self._forced(item.primary_id) for item in shown), strict=True)
+            self.logits_rows.append(torch.stack(logits))
+            self.scores_rows.append(torch.stack(scores))
         return [None if item is None else item.primary_id for item in column]
 
     def decide_round(self) -> None:
@@ -163,7 +160,7 @@ class SpeculativeDecoder:
         chains = self._begun or self._begin()
         self._begun = None
         drafter = self._drafting.finish(chains)
-        start = self._length.clock()
+        start = self._drafting.length.clock()
         number_positions(chains)
         plan = self._plan(chains)
         weights = sent(plan, self.method.device)
@@ -177,10 +174,11 @@ class SpeculativeDecoder:
         logits = [readings[n].logits() if n in readings else None for n in range(len(self.members))]
         choices = self._choose(logits, weights, chains)
         is_first = not any(row.rounds for row in self._live)
-        used = self._accept(chains, choices, drafter, readings)
+        self._accept(chains, choices, drafter, readings)
         if not is_first:  # which reads the prompts
-            self._length.checked(max(len(chain.columns) for chain in chains), self._length.clock() - start)
-        self._drafting.judge(chains, used, choices, plan, drafter)
+            longest = max(len(chain.columns) for chain in chains)
+            self._drafting.length.checked(longest, self._drafting.length.clock() - start)
+        self._drafting.judge(chains, choices, plan, drafter)
         if self._live and any(drafter.member.is_captured for drafter in self._drafters):
             # A GPU drafts while what has been decided is handed out.
             self._begun = self._begin()
@@ -239,7 +237,7 @@ class SpeculativeDecoder:
             self._run_primary_ahead(chains, columns)
         choices = Choices.fetch(columns, is_empty, normalizers, best)
         if self._keeps_rows:
-            choices.logits, choices.scores = self._folded(fused), self._folded(scores)
+            choices.kept = self._folded(fused), self._folded(scores)
         return choices
 
     def _run_primary_ahead(self, chains: Sequence[Chain], columns: Tensor) -> None:
@@ -252,31 +250,20 @@ class SpeculativeDecoder:
 
     def _accept(
         self, chains: Sequence[Chain], choices: Choices, drafter: str | None, readings: Mapping[int, Reading]
-    ) -> list[range]:
-        """Take over what was chosen, up to where each row departs from its draft. A row that ends is no longer live.
-
-        Returns:
-            For each row, the positions that were used.
-        """
-        used, settled = zip(*(self._accept_row(chain, choices, drafter) for chain in chains), strict=True)
-        going_on = [index for index, contexts in enumerate(settled) if contexts is not None]
+    ) -> None:
+        """Take over what was chosen, up to where each row departs from its draft. A row that ends is no longer live."""
+        after = {n: self._accept_row(chain, choices, drafter) for n, chain in enumerate(chains)}
+        going_on = {n: contexts for n, contexts in after.items() if contexts is not None}
         for member, reading in readings.items():
-            reading.settle(going_on, [settled[index][member] for index in going_on])
-        self._live = [self._live[index] for index in going_on]
+            reading.settle({n: contexts[member] for n, contexts in going_on.items()})
+        self._live = [self._live[n] for n in going_on]
         self._warn_of_losses()
-        return list(used)
 
-    def _accept_row(
-        self, chain: Chain, choices: Choices, drafter: str | None
-    ) -> tuple[range, dict[int, MemberContext] | None]:
-        """Take over what was chosen in one row.
-
-        Returns:
-            The positions that were used, and every member's context after them; None if the row ends.
-        """
+    def _accept_row(self, chain: Chain, choices: Choices, drafter: str | None) -> dict[int, MemberContext] | None:
+        """Take over what was chosen in one row, and return every member's context after it; None if the row ends."""
         row, contexts = chain.row, chain.contexts[0]
         num_used = num_accepted = 0
-        goes_on = False
+        goes_on = True
         for position, drafted in zip(chain.positions, [*chain.columns, None], strict=True):
             row.end = self._failure(row, position, choices)
             goes_on = row.end is None
@@ -288,12 +275,14 @@ class SpeculativeDecoder:
             num_accepted += is_accepted
             contexts = chain.contexts[num_used] if is_accepted else self._writer.write(before, column)
             ids = contexts[0].ids[len(before[0].ids) :]
-            goes_on = self._write(row, column, ids, contexts, choices.kept(position))
+            kept = choices.kept and (choices.kept[0][position].clone(), choices.kept[1][position].clone())
+            goes_on = self._write(row, column, ids, contexts, kept)
             if not (goes_on and is_accepted):
                 break
         num_drafted = len(chain.columns)
         row.rounds.append(SpeculationRound(drafter if num_drafted else None, num_drafted, num_accepted))
-        return chain.positions[:num_used], contexts if goes_on else None
+        chain.used = chain.positions[:num_used]
+        return contexts if goes_on else None
 
     def _failure(self, row: Row, position: int, choices: Choices) -> MemberError | None:
         where = f"in row {row.number} at step {len(row.ids) + 1}"
@@ -308,14 +297,14 @@ class SpeculativeDecoder:
         column: int,
         ids: list[int],
         contexts: Mapping[int, MemberContext],
-        kept: tuple[Tensor | None, Tensor | None],
+        kept: tuple[Tensor, Tensor] | None,
     ) -> bool:
         """Write an entry, given the contexts after it, and say whether the row goes on."""
         primary = self.members[0]
         if primary.max_positions is not None:
             # The id for which there is no position is the last.
             ids = ids[: len(ids) - max(0, len(contexts[0].ids) - primary.max_positions - 1)]
-        row.append(column, ids, *kept)
+        row.append(column, ids, kept)
         if len(ids) == 1 and primary.is_control(ids[0]):
             warn_of_control(primary, ids[0], self._end_ids, self._warned_control)
         if not self._end_ids.isdisjoint(ids) or len(row.ids) >= self._max_new:
@@ -333,13 +322,11 @@ class SpeculativeDecoder:
                 select_rows(state, indices, [state.contexts[index] for index in indices])
             self._live = [self._live[index] for index in indices]
 
-    def _row_of(self, item: DecidedId | None, row: Tensor | None) -> Tensor:
-        """A row of scores; where an id is forced, 0 there and `-inf` elsewhere."""
-        if row is not None:
-            return row
-        forced = torch.full((self._width,), -torch.inf, device=self.method.device)
-        forced[self._filler if item is None else item.primary_id] = 0.0
-        return forced
+    def _forced(self, primary_id: int) -> tuple[Tensor, Tensor]:
+        """The rows of logits and scores for an id that is forced: 0 there and `-inf` elsewhere."""
+        row = torch.full((self._width,), -torch.inf, device=self.method.device)
+        row[primary_id] = 0.0
+        return row, row
 
     def _warn_of_losses(self) -> None:
         contexts = {index: state.contexts for index, state in self.states.items()}

@@ -1,7 +1,7 @@
 """How many entries to draft: as many as decode the most entries a second, by what has been measured."""
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 _LENGTHS = (0, 1, 2, 4, 8)
@@ -65,8 +65,8 @@ class DraftLength:
         self._shares = dict(shares or {})
         self._num_trials = num_trials
         self._round = 0
-        self._checks: dict[int, _Times] = {}
-        self._drafting: dict[str, _Times] = {}
+        self._checks: dict[int, _Times] = defaultdict(_Times)
+        self._drafting: dict[str, _Times] = defaultdict(_Times)
         self._outcomes: dict[str, tuple[float, float]] = {}  # accepted, rejected
 
     def choose(self, drafters: Sequence[str], share: float = 1.0) -> tuple[str, int]:
@@ -81,13 +81,9 @@ class DraftLength:
         """
         if self._least_check(0) is None:
             return drafters[0], 0
-        rated = [
-            (self._rate(name, length, share), -length, -place)
-            for place, name in enumerate(drafters)
-            for length in self._lengths
-        ]
-        _, length, place = max(rated)
-        return drafters[-place], -length
+        # Of equals, the shortest and the first.
+        ways = ((name, length) for length in self._lengths for name in drafters)
+        return max(ways, key=lambda way: self._rate(way[0], way[1], share))
 
     def checked(self, length: int, seconds: float) -> None:
         """Take note of how long a round took without drafting.
@@ -98,7 +94,7 @@ class DraftLength:
         """
         self._round += 1
         self._outcomes = {name: (_FADING * good, _FADING * bad) for name, (good, bad) in self._outcomes.items()}
-        self._checks.setdefault(length, _Times()).add(self._round, seconds)
+        self._checks[length].add(self._round, seconds)
 
     def drafted(self, drafter: str, num_steps: int, seconds: float) -> None:
         """Take note of how long it took to draft.
@@ -108,7 +104,7 @@ class DraftLength:
             num_steps: Number of steps that it took, an entry of each row in each.
             seconds: How long all of them took.
         """
-        self._drafting.setdefault(drafter, _Times()).add(self._round, seconds / num_steps)
+        self._drafting[drafter].add(self._round, seconds / num_steps)
 
     def judged(self, drafter: str, num_accepted: int, num_rejected: int) -> None:
         """Take note of how right a drafter was, or would have been.
@@ -145,9 +141,8 @@ class DraftLength:
         return (at_least + between) / 2
 
     def _drafting_seconds(self, drafter: str) -> float:
-        times = self._drafting.get(drafter)
-        seconds = None if times is None else times.least(self._round)
+        seconds = self._drafting[drafter].least(self._round)
         return self._shares.get(drafter, 0.0) * self._check_seconds(0) if seconds is None else seconds
 
     def _least_check(self, length: int) -> float | None:
-        return self._checks[length].least(self._round, self._num_trials) if length in self._checks else None
+        return self._checks[length].least(self._round, self._num_trials)

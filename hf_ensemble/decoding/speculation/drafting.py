@@ -1,4 +1,4 @@
-"""Who drafts in a round, how much, and how right it was."""
+"""Who drafts in a round, how much, and how much of that is accepted."""
 
 import itertools
 from collections import Counter, defaultdict, deque
@@ -29,10 +29,11 @@ class Drafting:
     ):
         self._drafters = {drafter.member.name: drafter for drafter in drafters}
         self._writer = writer
-        self._length = length
+        self.length = length
         self._max_new = max_new_tokens
-        self._found: list[tuple[list[int], int]] = []  # for each live row by look-up, and the number of ids found
-        self._room: list[int] = []  # for each live row, the most entries that may be drafted
+        # For each live row: what look-up found, and by how many ids; and the most entries that may be drafted.
+        self._found: list[tuple[list[int], int]] = []
+        self._room: list[int] = []
         self._asked: tuple[MemberDrafter, Iterator[Drafted]] | None = None
 
     def begin(self, chains: Sequence[Chain]) -> None:
@@ -41,19 +42,19 @@ class Drafting:
         Nothing is drafted in the first round, which reads the prompts.
         """
         texts = [chain.row.lookup for chain in chains]
-        self._found = [([], 0) if text is None else text.continuation(self._length.longest) for text in texts]
+        self._found = [([], 0) if text is None else text.continuation(self.length.longest) for text in texts]
         self._room = [max(0, self._max_new - len(chain.row.ids) - 1) for chain in chains]
         if not any(chain.row.rounds for chain in chains):
             return
         counts = Counter(found_by for draft, found_by in self._found if draft)
-        lengths = {n: self._length.choose([_lookup_by(n)], count / len(chains))[1] for n, count in counts.items()}
+        lengths = {n: self.length.choose([_lookup_by(n)], count / len(chains))[1] for n, count in counts.items()}
         for chain, (draft, found_by), most in zip(chains, self._found, self._room, strict=True):
             chain.follow(draft[: min(lengths.get(found_by, 0), most)], self._writer)
         if self._drafters and any(self._room) and not any(chain.columns for chain in chains):
-            name, length = self._length.choose(list(self._drafters))
+            name, length = self.length.choose(list(self._drafters))
             if length:
                 drafter = self._drafters[name]
-                self._asked = drafter, drafter.draft([min(length, most) for most in self._room], self._length.clock)
+                self._asked = drafter, drafter.draft([min(length, most) for most in self._room], self.length.clock)
 
     def finish(self, chains: Sequence[Chain]) -> str | None:
         """Wait for what is drafted, and let the live rows follow it as it comes.
@@ -69,47 +70,46 @@ class Drafting:
                 for chain, ids, most in zip(chains, drafted.ids, self._room, strict=True):
                     chain.follow(self._writer.entries_of(ids, drafter.index)[:most], self._writer)
             if drafted.num_steps:
-                self._length.drafted(name, drafted.num_steps, drafted.seconds)
+                self.length.drafted(name, drafted.num_steps, drafted.seconds)
         return name if any(chain.columns for chain in chains) else None
 
     def close(self) -> None:
-        """Give up what has been begun; wait for a GPU, which else would write where others may be by then."""
+        """Give up what has been begun, and wait for a GPU: its buffers may be given to another call."""
         if self._asked is not None:
             deque(self._asked[1], maxlen=0)
             self._asked = None
 
-    def judge(
-        self, chains: Sequence[Chain], used: Sequence[range], choices: Choices, weights: Tensor, drafter: str | None
-    ) -> None:
-        """Say how right the drafts were, and how right those would have been that nobody asked for.
+    def judge(self, chains: Sequence[Chain], choices: Choices, weights: Tensor, drafter: str | None) -> None:
+        """Take note of how much was accepted: of the drafts, and of what others would have drafted.
 
         Args:
-            chains: The live rows of the round.
-            used: For each of them, the positions up to where it departed from its draft, or ended.
+            chains: The rows of the round.
             choices: What was chosen.
             weights: The weights at all positions, of shape `(num_positions, num_members)`, on the CPU.
             drafter: Who drafted.
         """
         judged: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # accepted, rejected
-        for chain, positions, (found, found_by) in zip(chains, used, self._found, strict=True):
-            if not positions:
+        for chain, (found, found_by) in zip(chains, self._found, strict=True):
+            if not chain.used:
                 continue
             done = chain.row.rounds[-1]
             if done.drafter is not None:
                 counts = judged[_lookup_by(found_by) if done.drafter == NGRAM else done.drafter]
                 counts[0] += done.num_accepted
-                counts[1] += done.num_accepted < min(done.num_drafted, len(positions))
+                counts[1] += done.num_accepted < min(done.num_drafted, len(chain.used))
             if found and done.drafter != NGRAM:
-                judged[_lookup_by(found_by)][choices.columns[positions[0]] != found[0]] += 1
-        for name, member in self._drafters.items():
-            for position in itertools.chain(*used) if name != drafter else ():
-                if weights[position, member.index] != 0:
-                    own = member.member.encoder.token_bytes.entry(choices.best[member.index][position])
+                judged[_lookup_by(found_by)][choices.columns[chain.used[0]] != found[0]] += 1
+        for name, other in self._drafters.items():
+            if name == drafter:
+                continue
+            for position in itertools.chain(*(chain.used for chain in chains)):
+                if weights[position, other.index] != 0:
+                    own = other.member.encoder.token_bytes.entry(choices.best[other.index][position])
                     data = self._writer.entry(choices.columns[position])[1]
                     agrees = bool(own and data) and (own.startswith(data) or data.startswith(own))
                     judged[name][not agrees] += 1
         for name, counts in judged.items():
-            self._length.judged(name, *counts)
+            self.length.judged(name, *counts)
 
 
 def _lookup_by(num_ids: int) -> str:

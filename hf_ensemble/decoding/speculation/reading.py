@@ -1,6 +1,6 @@
 """One member reads every row and its draft in one forward pass, and then follows what was written."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Reading:
                 if is_needed[position]:
                     self._want(position, live_index, contexts[index])
         self._wanted.sort()
+        self._read_rows = sorted(row for rows in self._rows_of for row in rows)
         self._num_cached = [context.num_kept for context in self._contexts]
 
     def start(self) -> None:
@@ -80,15 +81,14 @@ class Reading:
             taken = spread.index_copy_(0, self._positions, taken)
         return taken
 
-    def settle(self, live_indices: Sequence[int], contexts: Sequence[MemberContext]) -> None:
+    def settle(self, contexts: Mapping[int, MemberContext]) -> None:
         """Let the state follow the rows that go on, each from the row of the state that has read the most of it.
 
         Args:
-            live_indices: Where they are among the live rows of this round.
-            contexts: For each of them, the member's context after what was written.
+            contexts: For each of these rows, by its live index, the member's context after what was written.
         """
         parents = []
-        for live_index, context in zip(live_indices, contexts, strict=True):
+        for live_index, context in contexts.items():
             parent = live_index
             if rows := self._rows_of[live_index]:
                 # What all of these had cached before, and the written text keeps, they have in common.
@@ -101,7 +101,7 @@ class Reading:
                 # A member that runs ahead has read the first id of what was written, too.
                 context.num_kept = common[parent] + max(0, read.num_kept - len(read.ids))
             parents.append(parent)
-        select_rows(self._state, parents, contexts)
+        select_rows(self._state, parents, list(contexts.values()))
 
     def _want(self, position: int, live_index: int, context: MemberContext) -> None:
         """Read a context: as the beginning of one that is read already, else in its row's own place, else as a branch."""
@@ -120,12 +120,8 @@ class Reading:
         self._num_last[row] = max(self._num_last[row], distance + 1)
         self._wanted.append((position, row, distance))
 
-    @property
-    def _read_rows(self) -> list[int]:
-        return sorted(row for rows in self._rows_of for row in rows)
 
-
-def select_rows(state: MemberState[MemberContext], rows: Sequence[int], contexts: Sequence[MemberContext]) -> None:
+def select_rows(state: MemberState[MemberContext], rows: Sequence[int], contexts: list[MemberContext]) -> None:
     """Let row n of a state continue from what was row `rows[n]`, and follow `contexts[n]`.
 
     Where no row moves, nothing is waited for.
@@ -136,7 +132,7 @@ def select_rows(state: MemberState[MemberContext], rows: Sequence[int], contexts
         contexts: What to follow.
     """
     if list(rows) == list(range(len(state.contexts))):
-        state.contexts = list(contexts)
+        state.contexts = contexts
     else:
         state.select(rows, contexts)
 

@@ -14,17 +14,16 @@ from .stats import SpeculationRound
 
 
 class DecidedId(NamedTuple):
-    """An id that is to be written, and its rows of the scores that `generate` returns.
+    """An id that is to be written.
 
     Attributes:
         primary_id: The id.
-        logits, scores: Rows over the primary's ids before and after the processors, of shape `(width,)`; None if they
-            are not kept, or if the id is forced, as it is not the first of its entry.
+        kept: Its rows of the logits and of the scores that `generate` returns, of shape `(width,)`; None if they are not
+            kept, or if the id is forced, as it is not the first of its entry.
     """
 
     primary_id: int
-    logits: Tensor | None = None
-    scores: Tensor | None = None
+    kept: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass
@@ -49,18 +48,17 @@ class Row:
     end: MemberError | str | None = None
     rounds: list[SpeculationRound] = field(default_factory=list)
 
-    def append(self, column: int, ids: Sequence[int], logits: Tensor | None, scores: Tensor | None) -> None:
+    def append(self, column: int, ids: Sequence[int], kept: tuple[Tensor, Tensor] | None) -> None:
         """Take in an entry that has been decided.
 
         Args:
             column: The entry.
             ids: The primary's ids that write it.
-            logits: Its row over the primary's ids before the processors, of shape `(width,)`, if it is kept.
-            scores: The same after the processors.
+            kept: Its rows of logits and scores; see `DecidedId`.
         """
         self.num_entries += 1
         self.ids += ids
-        self.queue += [DecidedId(i) if n else DecidedId(i, logits, scores) for n, i in enumerate(ids)]
+        self.queue += [DecidedId(i, None if n else kept) for n, i in enumerate(ids)]
         if self.lookup is not None:
             self.lookup.append(column, ids)
 
@@ -76,5 +74,5 @@ class Row:
         if isinstance(end, MemberError):
             raise end
         if end is not None:
-            warnings.warn(end, stacklevel=3)
+            warnings.warn(end, stacklevel=2)
         return None
