@@ -17,7 +17,7 @@ if not _is_command:
     from .config import EnsembleConfig, MemberConfig
     from .decoding.ensemble_processor import EnsembleLogitsProcessor
     from .decoding.spans.decoder import SpanCandidate, SpanDecoderOutput, SpanRound
-    from .decoding.speculation.decoder import SpeculationRound, SpeculationStats
+    from .decoding.speculation.stats import SpeculationRound, SpeculationStats
     from .decoding.stopping_criteria import SpanStoppingCriteria
     from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
     from .methods import DeepenConfig, EvaConfig, GacConfig, MinedConfig, SweetSpanConfig, UniteConfig

@@ -5,32 +5,12 @@ weighted mean of the members' whole distributions. What they make of it counts w
 where an option raises an id by name; elsewhere the proposals decide alone.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import ExponentialDecayLengthPenalty, LogitsProcessor, SequenceBiasLogitsProcessor
-
-WARPERS = {
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TopHLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "LogitNormalization",
-}
-"""Processors that act alike on any column, so that a decision over the union vocabulary may pass through them."""
-
-
-def split_at_warpers(processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor], list[LogitsProcessor]]:
-    """Split a call's processors: up to the last one that is no warper, and the warpers after it."""
-    is_constraint = [type(item).__name__ not in WARPERS for item in processors]
-    count = max((place + 1 for place, it_is in enumerate(is_constraint) if it_is), default=0)
-    return list(processors[:count]), list(processors[count:])
 
 
 @dataclass(frozen=True)
@@ -49,6 +29,14 @@ class Proposals:
     def offered(self) -> Tensor:
         """What processors see: both in one row."""
         return torch.where(self.logprobs > -torch.inf, self.logprobs, self.whole)
+
+    def at(self, positions: slice) -> "Proposals":
+        """Those of some positions."""
+        return Proposals(self.logprobs[positions], self.whole[positions])
+
+    def decided(self, falls_back: Tensor) -> Tensor:
+        """The log-probabilities that were decided on, given in which rows nothing that was proposed was left."""
+        return torch.where(falls_back, self.whole, self.logprobs)
 
     def settled(self, scores: Tensor, raised: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Drop what was not proposed from every row that has a proposal left.

@@ -195,7 +195,7 @@ class TokenDecoder:
         if self._proposals is None:
             return scores
         settled, falls_back = self._proposals.settled(scores, self._raised.at(input_ids, scores))
-        decided = torch.where(falls_back, self._proposals.whole, self._proposals.logprobs)
+        decided = self._proposals.decided(falls_back)
         if self._keeps_rows:
             self.logits_rows[-1] = decided
         if self._recorded is not None:

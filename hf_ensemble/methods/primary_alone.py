@@ -1,4 +1,4 @@
-"""No method: the primary's logits as they are."""
+"""The primary alone, as a method: what decides in a call with all the weight on the primary."""
 
 from collections.abc import Sequence
 

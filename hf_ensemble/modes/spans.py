@@ -8,8 +8,8 @@ from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenalt
 
 from ..decoding.call import Call, end_ids, filler_id
 from ..decoding.decided_ids import write_decided
-from ..decoding.proposals import WARPERS
 from ..decoding.refusals import Obstacle, refuse
+from ..decoding.row_processors import WARPERS
 from ..decoding.spans.decoder import SpanDecoder, SpanDecoderOutput
 from ..errors import ConfigurationError
 from ..methods.base import eos_ids_of

@@ -13,8 +13,8 @@ from transformers import (
 
 from ..decoding.call import end_ids
 from ..decoding.hooks import FollowingCriteriaList, FusionProcessor, SelectionProcessor, SettlingProcessor
-from ..decoding.proposals import split_at_warpers
 from ..decoding.refusals import refuse_all_but_greedy
+from ..decoding.row_processors import split_at_warpers
 from ..decoding.token_decoder import TokenDecoder
 from ..decoding.unpadded_penalty import UnpaddedPenalty
 from ..errors import ConfigurationError

@@ -1,0 +1,74 @@
+"""What came of the drafts of one call."""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SpeculationRound:
+    """One round of one row: every drafted entry that was accepted was written, and one more.
+
+    Attributes:
+        drafter: `"ngram"`, or the name of the member that drafted; None where nothing was drafted.
+        num_drafted: Number of entries that were drafted and verified.
+        num_accepted: Number of those that were accepted. `num_kept` is another name for it.
+    """
+
+    drafter: str | None
+    num_drafted: int
+    num_accepted: int
+
+    @property
+    def num_kept(self) -> int:
+        """Another name for `num_accepted`."""
+        return self.num_accepted
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """What came of the drafts of one call.
+
+    Attributes:
+        rounds: For each row, its rounds. A row may have been decided further than it was written.
+    """
+
+    rounds: list[list[SpeculationRound]]
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds of all rows."""
+        return sum(map(len, self.rounds))
+
+    @property
+    def drafted(self) -> dict[str, int]:
+        """For each drafter, how many entries it drafted that were verified."""
+        return self._counted("num_drafted")
+
+    @property
+    def accepted(self) -> dict[str, int]:
+        """For each drafter, how many of its entries were accepted."""
+        return self._counted("num_accepted")
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """Another name for `accepted`."""
+        return self.accepted
+
+    @property
+    def acceptance_rate(self) -> dict[str, float]:
+        """For each drafter, the share of its drafted entries that were accepted."""
+        accepted = self.accepted
+        return {drafter: accepted[drafter] / count for drafter, count in self.drafted.items()}
+
+    @property
+    def entries_per_round(self) -> float:
+        """How many entries a round of a row wrote on average: 1 without speculation."""
+        return 1 + sum(self.accepted.values()) / max(self.num_rounds, 1)
+
+    def _counted(self, what: str) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for item in itertools.chain(*self.rounds):
+            if item.drafter is not None:
+                counts[item.drafter] += getattr(item, what)
+        return dict(counts)
