@@ -40,7 +40,7 @@ def test_what_stands_before_the_last_constraint_is_applied_with_it_in_the_order_
     processors = RowProcessors(in_order, PROMPT, None)
     assert processors.read_ids
     scores = torch.randn(1, 10)
-    constrained = processors.constrain(1, [7, 8], scores)
+    constrained, _ = processors.constrain(1, [7, 8], scores)
     assert noted.seen == [[[3, 4, 3, 5, 7, 8]]]
     assert constrained.isfinite().sum() == 4
     torch.testing.assert_close(constrained, TopKLogitsWarper(4)(None, scores) * 2)
@@ -51,8 +51,8 @@ def test_every_row_has_its_own_ids_and_padding_is_none_of_them():
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     constraints = [RepetitionPenaltyLogitsProcessor(2.0), NoRepeatNGramLogitsProcessor(2)]
     processors = RowProcessors(constraints, PROMPT, mask)
-    first = processors.constrain(0, [], torch.ones(1, 10))
+    first, _ = processors.constrain(0, [], torch.ones(1, 10))
     assert (first == 0.5).nonzero()[:, 1].tolist() == [1, 2]
-    second = processors.constrain(1, [3], torch.ones(1, 10))
+    second, _ = processors.constrain(1, [3], torch.ones(1, 10))
     assert (second == 0.5).nonzero()[:, 1].tolist() == [3]
     assert (second == -torch.inf).nonzero()[:, 1].tolist() == [4, 5]
