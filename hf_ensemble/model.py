@@ -60,7 +60,7 @@ from .methods import build_method
 from .methods.base import MemberMaps, TokenMethod, eos_ids_of
 from .recording.recorder import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
 from .recording.spans import decisions_of_rounds
-from .scoring.likelihoods import Likelihoods, TokenBatch, score_alone, score_by_spans, score_pairs
+from .scoring.likelihoods import Batch, Found, Likelihoods, TokenBatch, score_alone, score_by_spans, score_pairs
 from .scoring.pairs import read_pairs
 from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
@@ -755,21 +755,18 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         """
         call = self._call(method, weights)
         pairs = read_pairs(self._members[0], prompts, continuations)
-        if call.is_by_primary:
-            return score_pairs(pairs, call.weights, batch_size, lambda batch: score_alone(self._members[0], batch))
-        members, renderers, config = self._members, self._renderers, call.method
-        if call.is_by_spans:
-            return score_pairs(
-                pairs, call.weights, batch_size, lambda batch: score_by_spans(members, renderers, batch)
-            )
         eos: Any = self.generation_config.eos_token_id
-        own_method = self._method(config, [eos] if isinstance(eos, int) else list(eos or ()))
-        return score_pairs(
-            pairs,
-            call.weights,
-            batch_size,
-            lambda batch: TokenBatch(members, renderers, own_method, config, batch).score(),
-        )
+        eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
+
+        def score(batch: Batch) -> Found:
+            if call.is_by_primary:
+                return score_alone(self._members[0], batch)
+            if call.is_by_spans:
+                return score_by_spans(self._members, self._renderers, batch)
+            token_method = self._method(call.method, eos_ids)
+            return TokenBatch(self._members, self._renderers, token_method, call.method, batch).score()
+
+        return score_pairs(pairs, call.weights, batch_size, score)
 
     def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> _Call:
         config = self.config.method if method is None else method_config(method)
