@@ -78,8 +78,8 @@ class ForcedText:
 
     @property
     def longest(self) -> int:
-        """The number of ids in the longest context."""
-        return max(n + len(tail) for n, tail in zip(self.shared, self.tails, strict=True))
+        """The number of ids in the longest context; 0 where there is no step."""
+        return max((n + len(tail) for n, tail in zip(self.shared, self.tails, strict=True)), default=0)
 
     def context(self, step: int) -> list[int]:
         """What the member reads at a step."""

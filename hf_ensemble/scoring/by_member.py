@@ -39,6 +39,7 @@ class OwnScore:
         return len(self.log_probs)
 
 
+@torch.no_grad()
 def score_by_member(
     members: Sequence[Member],
     pairs: Mapping[int, Sequence[Pair]],
@@ -62,35 +63,31 @@ def score_by_member(
         MemberError: If a member fails, or gives NaN.
     """
     texts = {
-        index: {
-            row: ForcedText.of_ids(pair.prompt, pair.continuation)
-            for row, pair in enumerate(rows)
-            if pair.continuation
-        }
+        index: dict(enumerate(ForcedText.of_ids(pair.prompt, pair.continuation) for pair in rows))
         for index, rows in pairs.items()
     }
     check_positions(members, texts, names)
-    return {index: _score(members[index], texts[index], rows, names, over_all_ids) for index, rows in pairs.items()}
+    scores = {}
+    for index, rows in pairs.items():
+        forced = ForcedMember(members[index], texts[index])
+        scores[index] = _score(forced, OwnLogProbs(members[index], over_all_ids), rows, names)
+    return scores
 
 
 def _score(
-    member: Member,
-    texts: dict[int, ForcedText],
-    pairs: Sequence[Pair],
-    names: Sequence[str] | None,
-    over_all_ids: bool,
+    forced: ForcedMember, own: OwnLogProbs, pairs: Sequence[Pair], names: Sequence[str] | None
 ) -> list[OwnScore]:
-    own, forced = OwnLogProbs(member, over_all_ids), ForcedMember(member, texts)
     found: list[list[float]] = [[] for _ in pairs]
     is_greedy = [True] * len(pairs)
-    for steps in advance_by_blocks([forced], [len(pair.continuation) for pair in pairs], member.vocab_size):
+    for steps in advance_by_blocks([forced], [len(pair.continuation) for pair in pairs], forced.member.vocab_size):
         log_probs = own(forced.take(steps))
         targets = torch.tensor([pairs[row].continuation[step] for row, step in steps], device=log_probs.device)
         best, choices = log_probs.max(-1)
         host = torch.stack([log_probs.gather(-1, targets[:, None])[:, 0], choices == targets, best.isnan()])
         for (row, step), log_prob, greedy, has_failed in zip(steps, *host.tolist(), strict=True):
             if has_failed:
-                raise member.not_finite("on the prompt" if names is None else f"in {names[row]} at step {step + 1}")
+                where = "on the prompt" if names is None else f"in {names[row]} at step {step + 1}"
+                raise forced.member.not_finite(where)
             found[row].append(log_prob)
             is_greedy[row] &= bool(greedy)
     return [

@@ -190,3 +190,16 @@ def test_a_member_that_gives_nan_is_named():
     bad.shift = math.nan
     with pytest.raises(MemberError, match="'ScriptedModel' gave NaN or infinite logits on the prompt"):
         packllm_weights(ensemble, **inputs)
+
+
+def test_a_member_that_gives_a_prompt_no_probability_weighs_nothing_on_it():
+    tokenizer = tokenizer_of("smol")
+    ids = torch.tensor([tokenizer(PROMPTS[0])["input_ids"]])
+    row = torch.zeros(tiny.rows_of(tokenizer))
+    row[ids[0, -1]] = -torch.inf
+    models = [tiny.ScriptedModel(tokenizer, lambda _: row), tiny.ScriptedModel(tokenizer)]
+    ensemble = make_ensemble(models, [tokenizer] * 2)
+    assert packllm_weights(ensemble, ids).tolist() == [[0, 1]]
+    ensemble = make_ensemble(models[:1] * 2, [tokenizer] * 2)
+    with pytest.raises(MemberError, match="no member gives prompt 0 any probability"):
+        packllm_weights(ensemble, ids)
