@@ -14,12 +14,14 @@ from .config import (
     UniteConfig,
 )
 from .decoding.hooks import EnsembleLogitsProcessor
-from .decoding.spans.decoder import SpanCandidate, SpanDecoderOutput, SpanRound
+from .decoding.spans.decoder import SpanDecoderOutput
+from .decoding.spans.stopping_criteria import SpanStoppingCriteria
 from .decoding.speculation.decoder import SpeculationRound, SpeculationStats
-from .decoding.stopping_criteria import SpanStoppingCriteria
 from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
 from .model import EnsembleForCausalLM
-from .recording.decisions import Decision, Decisions, MemberDecision
+from .recording.decision import Decision, MemberDecision
+from .recording.decisions import Decisions
+from .recording.spans import SpanCandidate, SpanRound
 from .scoring.likelihoods import Scores
 from .vocabulary.anchors import AnchorTokens
 from .vocabulary.union import UnionVocabulary

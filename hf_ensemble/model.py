@@ -60,7 +60,6 @@ from .members.member import Member
 from .methods import build_method
 from .methods.base import MemberMaps, TokenMethod, eos_ids_of
 from .recording.recorder import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
-from .recording.spans import decisions_of_rounds
 from .scoring.likelihoods import Scores, read_pairs, score_pairs
 from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
@@ -1050,7 +1049,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         output = SpanDecoderOutput(sequences=ids, rounds=decoder.rounds)  # type: ignore[arg-type]
         if call.num_decision_entries is not None:
             mask = model_kwargs.get("attention_mask")
-            output["decisions"] = decisions_of_rounds(decoder, call.method, input_ids, mask, ids)
+            output["decisions"] = decoder.decisions(input_ids, mask)
         return output
 
     def _speculate(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_ensemble import ConfigurationError, Decisions, GacConfig, MemberDecision, SweetSpanConfig, UniteConfig
-from hf_ensemble.recording.decisions import Decision, Entry, texts_of_pieces
+from hf_ensemble.recording.decision import Decision, Entry, texts_of_pieces
 from tests import tiny
 from tests.contracts import CORE_RECIPES, PROMPTS, large, make_ensemble, padded, prompt_rows, small
 

@@ -1,0 +1,65 @@
+"""What members, ids and prompts are called where decisions are shown."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..members.member import Member
+from ..vocabulary.token_bytes import CONTROL
+
+
+class Namer:
+    """What ids are called.
+
+    Args:
+        members: The members; the first is the primary.
+
+    Attributes:
+        primary: What the primary's ids write.
+    """
+
+    def __init__(self, members: Sequence[Member]):
+        self._members = members
+        self.primary = members[0].encoder.token_bytes
+        self._known: dict[tuple[int, int], str] = {}
+
+    def name(self, index: int, i: int) -> str:
+        """Say what one of a member's ids writes, or its token's name."""
+        if (index, i) not in self._known:
+            token_bytes = self._members[index].encoder.token_bytes
+            entry = token_bytes.entry(i)
+            token = None if entry else self._members[index].tokenizer.convert_ids_to_tokens(i)
+            self._known[index, i] = entry.decode("utf-8", "replace") if entry else str(token or f"id {i}")
+        return self._known[index, i]
+
+    def control(self, ids: Sequence[int]) -> str:
+        """Join the names of the primary's ids that write nothing."""
+        kinds = self.primary.kinds
+        return "".join(self.name(0, i) for i in ids if i >= len(kinds) or kinds[i] == CONTROL)
+
+
+def names_of(members: Sequence[Member]) -> tuple[str, ...]:
+    """Give the members' names; equal ones are numbered."""
+    names = [member.name for member in members]
+    counts = Counter(names)
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(f"{name} ({seen[name]})" if counts[name] > 1 else name)
+    return tuple(unique)
+
+
+def prompts_of(primary: Member, ids: Tensor, mask: Tensor | None) -> tuple[str, ...]:
+    """Give each row's prompt as text, control tokens by name; see `DecisionRecorder` for the arguments."""
+    keep = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
+    if len(keep) != len(ids):
+        keep = keep.repeat_interleave(len(ids) // len(keep), dim=0)
+    rows = [
+        [i for i, is_kept in zip(row, kept, strict=True) if is_kept]
+        for row, kept in zip(ids.tolist(), keep.tolist(), strict=True)
+    ]
+    decoded: list[str] = primary.tokenizer.batch_decode(rows, skip_special_tokens=False)
+    return tuple(decoded)
