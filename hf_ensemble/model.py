@@ -163,8 +163,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if getattr(primary, "generation_config", None) is not None:
             self.generation_config = copy.deepcopy(primary.generation_config)
         # The primary's ends of texts by the same rule as everybody's, added ones included.
-        if members[0].eos_token_ids:
-            self.generation_config.eos_token_id = list(members[0].eos_token_ids)
+        self.generation_config.eos_token_id = list(members[0].eos_token_ids) or None
         if hasattr(primary, "hf_device_map"):
             self.hf_device_map = dict(primary.hf_device_map)
         self.tokenizers = [member.tokenizer for member in members]
@@ -863,6 +862,14 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if mask is not None:
             kwargs["attention_mask"] = mask
         return ids
+
+    def _prepare_special_tokens(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
+        # Stock processors take every end id for a column, and the first one pads where there is no pad token.
+        ends: Any = generation_config.eos_token_id
+        if ends is not None:
+            ends = torch.as_tensor(ends).flatten().tolist()
+            generation_config.eos_token_id = self._members[0].ids_with_row(ends) or None
+        super()._prepare_special_tokens(generation_config, *args, **kwargs)  # type: ignore[misc]
 
     def _get_logits_processor(self, generation_config: Any, **kwargs: Any) -> LogitsProcessorList:  # type: ignore[override]
         """Put the fusion first and the decision over the union vocabulary last."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..members.member import Member
-from ..vocabulary.token_bytes import CONTROL
 
 
 class Namer:
@@ -36,8 +35,7 @@ class Namer:
 
     def control(self, ids: Sequence[int]) -> str:
         """Join the names of the primary's ids that write nothing."""
-        kinds = self.primary.kinds
-        return "".join(self.name(0, i) for i in ids if i >= len(kinds) or kinds[i] == CONTROL)
+        return "".join(self.name(0, i) for i in ids if self.primary.is_control(i))
 
 
 def names_of(members: Sequence[Member]) -> tuple[str, ...]:

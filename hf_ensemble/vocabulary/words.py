@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import regex
 
-from .token_bytes import CONTROL, TokenBytes
+from .token_bytes import TokenBytes
 
 # As in `str.isspace`.
 _SPACE = "\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -80,7 +80,7 @@ def read_span(
         data += token_bytes.write([i])
         if i in eos_ids:
             is_at_end = True
-            has_eos = i < token_bytes.num_ids and bool(token_bytes.kinds[i] == CONTROL)
+            has_eos = token_bytes.is_control(i)
             break
     # Bytes that are no text keep their number: one character each.
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(data)
