@@ -56,7 +56,7 @@ def choose_span(scores: Sequence[Sequence[float | None]], filter_ratio: float, s
     for row in scores:
         order = sorted((value, n) for n, value in enumerate(row) if value is not None)
         low, high = (perplexity(value, score) for value, _ in (order[0], order[-1]))
-        # Not `>`: with a ratio of 0, infinite scores are dropped too.
+        # Not `>`: 0 times infinity is NaN, and a ratio of 0 drops infinite scores too.
         is_split = len(order) > 2 and not high <= filter_ratio * low
         kept = [value for value, _ in (order[1:-1] if is_split else order)]
         filtered.append(tuple(sorted(n for _, n in (order[0], order[-1]))) if is_split else ())

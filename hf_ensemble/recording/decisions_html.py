@@ -8,8 +8,8 @@ from typing import Any
 
 from .decision import Decision
 
-# What a page cannot hold or show as it is: C0 controls as their pictures, but for tab and newline.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
+"""A visible sign for every control character that a page cannot show; tab and newline have signs of their own."""
 
 
 def decisions_page(
@@ -39,7 +39,7 @@ def decisions_page(
         "rows": "\n".join(f"<section>{text}</section>" for text in texts),
         "data": json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    # The template is split at its signs, not searched for one after the other, because a text may look like a sign.
+    # Split first, then filled: a text that holds `@@` must not be taken for a place to fill.
     pieces = template.split("@@")
     return "".join(piece if n % 2 == 0 else parts[piece] for n, piece in enumerate(pieces))
 

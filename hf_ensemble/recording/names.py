@@ -1,12 +1,23 @@
-"""What members, ids and prompts are called where decisions are shown."""
+"""What members, ids and prompts are called, and what ids write, where decisions are shown."""
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..members.member import Member
+from .decision import texts_of_pieces
+
+
+class Piece(NamedTuple):
+    """What one decision writes; see `Decision` for the fields."""
+
+    ids: tuple[int, ...]
+    data: bytes
+    text: str
+    control: str
 
 
 class Namer:
@@ -15,17 +26,19 @@ class Namer:
     Args:
         members: The members; the first is the primary.
 
-    Attributes:
-        primary: What the primary's ids write.
     """
 
     def __init__(self, members: Sequence[Member]):
         self._members = members
-        self.primary = members[0].encoder.token_bytes
         self._known: dict[tuple[int, int], str] = {}
 
     def name(self, index: int, i: int) -> str:
-        """Say what one of a member's ids writes, or its token's name."""
+        """Say what one of a member's ids writes, or its token's name.
+
+        Args:
+            index: The member's number.
+            i: The id.
+        """
         if (index, i) not in self._known:
             token_bytes = self._members[index].encoder.token_bytes
             entry = token_bytes.entry(i)
@@ -33,9 +46,14 @@ class Namer:
             self._known[index, i] = entry.decode("utf-8", "replace") if entry else str(token or f"id {i}")
         return self._known[index, i]
 
-    def control(self, ids: Sequence[int]) -> str:
-        """Join the names of the primary's ids that write nothing."""
-        return "".join(self.name(0, i) for i in ids if self.primary.is_control(i))
+    def pieces(self, ids_of_decisions: Sequence[Sequence[int]]) -> list[Piece]:
+        """Say what the primary's ids of each decision of a row write."""
+        primary = self._members[0]
+        written = [primary.encoder.token_bytes.write(ids) for ids in ids_of_decisions]
+        return [
+            Piece(tuple(ids), data, text, "".join(self.name(0, i) for i in ids if primary.is_control(i)))
+            for ids, data, text in zip(ids_of_decisions, written, texts_of_pieces(written), strict=True)
+        ]
 
 
 def names_of(members: Sequence[Member]) -> tuple[str, ...]:

@@ -13,9 +13,9 @@ from transformers import LogitsProcessor, StoppingCriteriaList
 from ..members.member import Member
 from ..methods.base import MemberMaps
 from ..mixing import merge_duplicates, top_entries
-from .decision import Decision, Entry, MemberDecision, texts_of_pieces
+from .decision import Decision, Entry, MemberDecision
 from .decisions import Decisions
-from .names import Namer, names_of, prompts_of
+from .names import Namer, Piece, names_of, prompts_of
 
 _BLOCK = 256
 """Steps after which what was recorded moves to the host, so that a long text holds little memory on the device."""
@@ -88,7 +88,7 @@ class DecisionRecorder:
         self._num_entries = num_entries
         self._is_wide = is_wide
         self._reads_first_ids = reads_first_ids
-        # The ensemble's log-probabilities, and those of the members that are heard, until the choice is known.
+        # Log-probabilities of the ensemble and of the members that count, kept until the choice is known.
         self._pending: tuple[Tensor, dict[int, Tensor], _Plan] | None = None
         self._num_steps = 0
         self._steps: list[_Step] = []
@@ -190,23 +190,17 @@ class DecisionRecorder:
         namer = Namer(self._members)
         written = sequences[:, sequences.shape[1] - self._num_steps :].tolist()
         ended = torch.stack(self._done).cpu() if self._done else torch.zeros(0, len(written), dtype=torch.bool)
-        # A row holds what was written up to the step in which it ended, that included.
+        # The step in which a row ends still writes in it; later ones do not.
         lengths = (~ended).long().cumprod(0).sum(0).add(1).clamp_max(self._num_steps).tolist()
         rows = []
         for row, length in enumerate(lengths):
             steps = [step for step in self._steps if step.number < length and row not in step.plan.queued]
             starts = [step.number for step in steps]
-            ids = [tuple(written[row][a:b]) for a, b in pairwise([*starts, length])]
-            pieces = [namer.primary.write(some) for some in ids]
-            rows.append(
-                tuple(
-                    self._decision(row, step, some, data, text, namer)
-                    for step, some, data, text in zip(steps, ids, pieces, texts_of_pieces(pieces), strict=True)
-                )
-            )
+            pieces = namer.pieces([written[row][a:b] for a, b in pairwise([*starts, length])])
+            rows.append(tuple(self._decision(row, *one, namer) for one in zip(steps, pieces, strict=True)))
         return Decisions(tuple(rows), names_of(self._members), self._prompts)
 
-    def _decision(self, row: int, step: _Step, ids: tuple[int, ...], data: bytes, text: str, namer: Namer) -> Decision:
+    def _decision(self, row: int, step: _Step, piece: Piece, namer: Namer) -> Decision:
         said: list[MemberDecision | None] = [None] * len(self._members)
         values, ids_of_row = iter(step.values[row]), iter(step.ids[row] if step.members else ())
         prob_of_chosen = next(values)
@@ -227,10 +221,7 @@ class DecisionRecorder:
         decided_by = max(shares, key=lambda index: shares[index], default=None)
         closed = step.plan.closed
         return Decision(
-            ids=ids,
-            data=data,
-            text=text,
-            control=namer.control(ids),
+            *piece,
             probability=min(prob_of_chosen, 1.0),
             decided_by=decided_by if decided_by is not None and shares[decided_by] > 0 else None,
             is_gate_open=None if closed is None else row not in closed,

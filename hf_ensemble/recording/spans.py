@@ -8,9 +8,9 @@ from torch import Tensor
 from ..config import SpanScore
 from ..members.member import Member
 from ..methods.sweetspan import perplexity
-from .decision import Decision, Entry, MemberDecision, texts_of_pieces
+from .decision import Decision, Entry, MemberDecision
 from .decisions import Decisions
-from .names import Namer, names_of, prompts_of
+from .names import Namer, Piece, names_of, prompts_of
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,13 @@ def decisions_of_rounds(
     end = namer.name(0, end_ids[0]) if end_ids else ""
     rows = []
     for of_row, ids_of_row in zip(rounds, ids_of_rounds, strict=True):
-        written = [(one, tuple(ids)) for one, ids in zip(of_row, ids_of_row, strict=True) if ids]
-        pieces = [namer.primary.write(ids) for _, ids in written]
-        rows.append(
-            tuple(
-                _decision_of_round(one, ids, data, text, namer, end, score)
-                for (one, ids), data, text in zip(written, pieces, texts_of_pieces(pieces), strict=True)
-            )
-        )
+        written = [(one, ids) for one, ids in zip(of_row, ids_of_row, strict=True) if ids]
+        pieces = zip([one for one, _ in written], namer.pieces([ids for _, ids in written]), strict=True)
+        rows.append(tuple(_decision_of_round(one, piece, end, score) for one, piece in pieces))
     return Decisions(tuple(rows), names_of(members), prompts_of(members[0], prompt_ids, prompt_mask), is_by_spans=True)
 
 
-def _decision_of_round(
-    one: SpanRound, ids: tuple[int, ...], data: bytes, text: str, namer: Namer, end: str, score: SpanScore
-) -> Decision:
+def _decision_of_round(one: SpanRound, piece: Piece, end: str, score: SpanScore) -> Decision:
     winner = one.candidates[one.winner]
     said: list[MemberDecision | None] = []
     for index in range(len(one.num_forwards)):
@@ -112,4 +105,4 @@ def _decision_of_round(
         best = tuple(sorted(offered, key=lambda entry: -entry.probability))
         said.append(MemberDecision(None, probs[one.winner], best, wrote, wrote))
     decided_by = max(winner.proposers, key=lambda index: (item.probability or 0.0) if (item := said[index]) else 0.0)
-    return Decision(ids, data, text, namer.control(ids), None, decided_by, None, tuple(said))
+    return Decision(*piece, None, decided_by, None, tuple(said))

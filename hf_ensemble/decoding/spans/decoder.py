@@ -106,7 +106,7 @@ class SpanDecoder:
             SpanRow(number, split_begun_character(prompts.texts[prompt])[1])
             for number, prompt in enumerate(prompts.prompt_of_row)
         ]
-        # Rows that take part in the next round; a row's place is its index here, and in what members keep of it.
+        # The rows that take part in the next round. A row's place is its index among them, for all members alike.
         self._live = list(self._rows)
         self._warned_lossy: set[int] = set()
         self._settle()

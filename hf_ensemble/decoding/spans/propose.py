@@ -11,9 +11,8 @@ from ...config import SweetSpanConfig
 from ...errors import MemberError
 from ...members.cached_rows import PlainContext
 from ...vocabulary.encoding import ByteEncoder
-from ...vocabulary.words import Span
+from ...vocabulary.words import Span, read_span
 from .state import Participant, SpanRow
-from .stopping_criteria import SpanStoppingCriteria
 
 
 @dataclass
@@ -70,7 +69,6 @@ class Proposer:
         drafts = [PlainContext(list(context.ids)) for context in one.contexts]
         num_free = [one.max_length - len(draft.ids) for draft in drafts]
         one.state.follow(drafts)
-        criterion = self._criterion(one, rows)
         first_log_probs = log_probs = one.log_probs(logits)
         steps: list[Tensor] = []
         written: list[list[int]] = [[] for _ in rows]
@@ -80,11 +78,11 @@ class Proposer:
             steps.append(_seen(one, log_probs, chosen, is_empty))
             for place, i in enumerate(chosen.tolist()):
                 written[place].append(i)
-                # Rows that are complete write on while they have positions, so that all caches grow alike.
+                # A complete row writes on as long as it has positions, so that all rows' caches grow alike.
                 has_room = len(written[place]) < num_free[place]
                 if has_room:
                     drafts[place].ids.append(i)
-                if not lengths[place] and (not has_room or criterion.read(place, written[place]).is_complete):
+                if not lengths[place] and (not has_room or self._span(one, rows[place], written[place]).is_complete):
                     lengths[place] = len(steps)
             if all(lengths):
                 break
@@ -102,19 +100,13 @@ class Proposer:
                     "removed every id. Loosen them."
                 )
             ids = written[place][:length]
-            span = criterion.read(place, ids)
+            span = self._span(one, rows[place], ids)
             proposals.append(Proposal(span, ids, own, eos, list(map(int, best_eos)), first_log_probs[place]))
         return proposals
 
-    def _criterion(self, one: Participant, rows: Sequence[SpanRow]) -> SpanStoppingCriteria:
-        return SpanStoppingCriteria(
-            one.member.encoder.token_bytes,
-            self.config.span_length,
-            self.config.max_span_tokens,
-            eos_token_id=one.eos_ids,
-            start=0,
-            begun=[row.begun for row in rows],
-        )
+    def _span(self, one: Participant, row: SpanRow, ids: Sequence[int]) -> Span:
+        token_bytes = one.member.encoder.token_bytes
+        return read_span(ids, token_bytes, one.eos_ids, self.config.span_length, self.config.token_limit, row.begun)
 
     def _choose_ids(
         self,
@@ -124,13 +116,13 @@ class Proposer:
         drafts: Sequence[PlainContext],
         written: Sequence[Sequence[int]],
     ) -> tuple[Tensor, Tensor]:
-        """Choose the next id of every row, and say in which rows there is none."""
+        """Choose the next id of every row, and say in which rows there was none to choose, each `(num_rows,)`."""
         scores = one.allowed(logits)
         if self.min_new_tokens and one.eos_ids:
             early = [place for place, ids in enumerate(written) if self._is_early(one, rows[place], ids)]
             scores[torch.tensor(early, dtype=torch.long)[:, None], torch.tensor(one.eos_ids)] = -torch.inf
         if self.processors:
-            # Row by row, because contexts are of unlike length.
+            # One row at a time, because contexts differ in length.
             of_rows = [
                 self.processors(torch.tensor([draft.ids], device=scores.device), scores[place : place + 1])  # type: ignore[arg-type]
                 for place, draft in enumerate(drafts)
@@ -140,7 +132,7 @@ class Proposer:
         is_empty = ~(best[:, 0] > -torch.inf)
         if not self.do_sample:
             return scores.argmax(-1), is_empty
-        # A row that cannot be drawn from would stop the draw of all; it is an error once the span is read.
+        # The draw fails for all rows if one has no finite score. Such a row draws anything here, and `propose` raises.
         probs = scores.masked_fill(~best.isfinite(), 0.0).softmax(-1)
         return torch.multinomial(probs, 1)[:, 0], is_empty
 
@@ -153,7 +145,7 @@ class Proposer:
 
 
 def _seen(one: Participant, log_probs: Tensor, chosen: Tensor, is_empty: Tensor) -> Tensor:
-    """What the host needs to know of a step, of shape `(5, num_rows)`: `Proposal` says what, then what went wrong."""
+    """What the host reads of a step when the span is complete, of shape `(5, num_rows)`; see `propose`."""
     eos_log_probs, best_eos = one.eos_log_probs(log_probs)
     of_chosen = log_probs.gather(-1, chosen[:, None])[:, 0]
     seen = [of_chosen, eos_log_probs, best_eos, log_probs.amax(-1).isnan(), is_empty]

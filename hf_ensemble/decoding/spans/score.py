@@ -68,7 +68,7 @@ def read(prefix: MemberContext, index: int, candidate: SpanCandidate, own: Propo
             reading.log_prob += own.eos_log_probs[len(new)]
             reading.eos_id = own.best_eos[len(new)]
     elif candidate.has_eos and index in candidate.proposers:
-        # It is not scored where it is the only candidate.
+        # Where it is the only candidate, nobody scores it, and this id ends the text.
         reading.eos_id = own.best_eos[-1]
     return reading
 
@@ -109,7 +109,7 @@ def score(
             if reading.num_tokens > len(new):
                 eos_log_probs, best = one.eos_log_probs(log_probs[-1:])
                 total, best_eos = total + eos_log_probs.double()[0], best[0].double()
-            # NaN at an id that is not read shows too.
+            # NaN anywhere is an error, also where no id is read.
             total = torch.where(log_probs.isnan().any(), torch.nan, total)
         sums.append(torch.stack([total, best_eos]))
     for (place, reading), (log_prob, eos_id) in zip(todo, torch.stack(sums).tolist(), strict=True):

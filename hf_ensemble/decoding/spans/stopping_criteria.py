@@ -50,7 +50,7 @@ class SpanStoppingCriteria(StoppingCriteria):
         start: int | None = None,
         begun: Sequence[bytes] | None = None,
     ):
-        # The method's rules for these options hold here too.
+        # The method checks these options.
         config = SweetSpanConfig(span_length=span_length, max_span_tokens=max_span_tokens)
         self.span_length = config.span_length
         self.token_limit = config.token_limit
@@ -80,7 +80,7 @@ class SpanStoppingCriteria(StoppingCriteria):
             start = self._found_start
         done = [self.read(row, ids).is_complete for row, ids in enumerate(input_ids[:, start:].tolist())]
         if all(done):
-            # Whatever continues this text begins the next span.
+            # What follows is the next span.
             self._before = None
         return torch.tensor(done, device=input_ids.device)  # type: ignore[return-value]
 
