@@ -16,13 +16,15 @@ if not _is_command:
     from .choosing.tuning import tune_method
     from .config import EnsembleConfig, MemberConfig
     from .decoding.ensemble_processor import EnsembleLogitsProcessor
-    from .decoding.spans.decoder import SpanCandidate, SpanDecoderOutput, SpanRound
+    from .decoding.spans.decoder import SpanDecoderOutput
+    from .decoding.spans.stopping_criteria import SpanStoppingCriteria
     from .decoding.speculation.stats import SpeculationRound, SpeculationStats
-    from .decoding.stopping_criteria import SpanStoppingCriteria
     from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
     from .methods import DeepenConfig, EvaConfig, GacConfig, MinedConfig, SweetSpanConfig, UniteConfig
     from .model import EnsembleForCausalLM
-    from .recording.decisions import Decision, Decisions, MemberDecision
+    from .recording.decision import Decision, MemberDecision
+    from .recording.decisions import Decisions
+    from .recording.spans import SpanCandidate, SpanRound
     from .scoring.likelihoods import Likelihoods, Scores
     from .vocabulary.anchors import AnchorTokens
     from .vocabulary.union import UnionVocabulary

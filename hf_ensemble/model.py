@@ -87,8 +87,7 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
         if getattr(primary, "generation_config", None) is not None:
             self.generation_config = copy.deepcopy(primary.generation_config)
         # The primary's ends of texts by the same rule as everybody's, added ones included.
-        if members[0].eos_token_ids:
-            self.generation_config.eos_token_id = list(members[0].eos_token_ids)
+        self.generation_config.eos_token_id = list(members[0].eos_token_ids) or None
         if hasattr(primary, "hf_device_map"):
             self.hf_device_map = dict(primary.hf_device_map)
         self.tokenizers = [member.tokenizer for member in members]

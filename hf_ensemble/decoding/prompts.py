@@ -256,9 +256,8 @@ def expand_prompts(
 def _warn_of_control_tokens(primary: Member, rows: Sequence[Sequence[int]]) -> None:
     dropped: set[int] = set()
     for ids in rows:
-        start = primary.encoder.prefix_ids
-        bos = [] if start and list(ids[: len(start)]) == start else [primary.tokenizer.bos_token_id]
-        leading = int(list(ids[:1]) == bos) if bos else len(start)
+        starts = (primary.encoder.start_ids, [primary.tokenizer.bos_token_id])
+        leading = next((len(start) for start in starts if list(ids[: len(start)]) == start), 0)
         dropped.update(i for i in ids[leading:] if primary.is_control(i))
     if dropped:
         tokens = primary.tokenizer.convert_ids_to_tokens(sorted(dropped))

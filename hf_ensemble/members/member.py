@@ -48,7 +48,7 @@ class Member:
 
     Attributes:
         eos_token_ids: Ids that end a text: those of the generation config, else of the model config, else of the
-            tokenizer, plus `extra_eos_token_ids`.
+            tokenizer, plus `extra_eos_token_ids`; without any that the model has no row for.
         vocab_size: Width of the model's logits.
 
     Raises:
@@ -79,7 +79,7 @@ class Member:
                 "AutoModelForCausalLM."
             )
         self.vocab_size: int = text_config.vocab_size
-        self.eos_token_ids = sorted({*self._own_eos_token_ids(), *extra_eos_token_ids})
+        self.eos_token_ids = self.ids_with_row(sorted({*self._own_eos_token_ids(), *extra_eos_token_ids}))
         self.encoder = ByteEncoder(
             tokenizer, TokenBytes(tokenizer, num_ids=self.vocab_size, end_ids=self.eos_token_ids, name=self.name)
         )
@@ -115,7 +115,11 @@ class Member:
 
     def is_control(self, member_id: int) -> bool:
         """Whether an id is a control token of this member."""
-        return member_id < self.vocab_size and self.encoder.token_bytes.kinds[member_id] == CONTROL
+        return self.encoder.token_bytes.is_control(member_id)
+
+    def ids_with_row(self, ids: Iterable[int]) -> list[int]:
+        """Leave out ids that the model has no row for: nothing can write them, and as an index they would be wrong."""
+        return [i for i in ids if 0 <= i < self.vocab_size]
 
     def forward(
         self,

@@ -56,7 +56,7 @@ class MemberMaps:
     def __init__(self, union: UnionVocabulary, index: int, eos_ids: Sequence[int], device: torch.device):
         token_bytes = union.encoders[index].token_bytes
         kinds = token_bytes.kinds
-        control_eos = [i for i in eos_ids if i < len(kinds) and kinds[i] == CONTROL]
+        control_eos = [i for i in eos_ids if token_bytes.is_control(i)]
         takes_part = kinds == TEXT
         takes_part[control_eos] = True
         if index == 0:
@@ -221,7 +221,7 @@ def eos_ids_of(members: Sequence[Member], primary_eos_ids: Sequence[int]) -> lis
     """The ids that end a text for each member: those of the call for the primary, its own for an assistant.
 
     Args:
-        members: The members; the first is the primary.
-        primary_eos_ids: Those of the call.
+        members: The members.
+        primary_eos_ids: Those of the call. Ids that the primary does not have are left out.
     """
-    return [list(primary_eos_ids), *(member.eos_token_ids for member in members[1:])]
+    return [members[0].ids_with_row(primary_eos_ids), *(member.eos_token_ids for member in members[1:])]

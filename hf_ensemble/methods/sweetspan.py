@@ -1,4 +1,9 @@
-"""SweetSpan: its options, and how candidate spans are scored, filtered and chosen."""
+"""SweetSpan: its options, and how candidate spans are scored, filtered and chosen.
+
+Reference:
+    Xu, Chen, Wu and Zhang, "Hit the Sweet Spot! Span-Level Ensemble for Large Language Models"
+    (https://arxiv.org/abs/2409.18583).
+"""
 
 import math
 from collections.abc import Sequence
@@ -74,7 +79,7 @@ class SpanChoice:
 
     Attributes:
         winner: Index of the candidate with the lowest mean.
-        filtered: For each candidate, the places of the scores that were dropped.
+        filtered: For each candidate, the members whose scores were dropped.
     """
 
     winner: int
@@ -96,12 +101,12 @@ def span_score(log_prob: float, num_tokens: int, num_bytes: int, score: SpanScor
     return math.exp(exponent) if exponent < 700 else math.inf
 
 
-def choose_span(scores: Sequence[Sequence[float]], filter_ratio: float, score: SpanScore) -> SpanChoice:
+def choose_span(scores: Sequence[Sequence[float | None]], filter_ratio: float, score: SpanScore) -> SpanChoice:
     """Filter the scores of every candidate and choose the one with the lowest mean of what remains.
 
     Args:
-        scores: For each candidate, one score a member.
-        filter_ratio: With three members or more, a candidate's highest and lowest perplexities (per byte for
+        scores: For each candidate, one score a member; None for members that give none.
+        filter_ratio: With three scores or more, a candidate's highest and lowest perplexities (per byte for
             `"bits_per_byte"`) are dropped if the highest is more than this many times the lowest.
         score: What the scores are.
 
@@ -110,18 +115,23 @@ def choose_span(scores: Sequence[Sequence[float]], filter_ratio: float, score: S
     """
     filtered, means = [], []
     for row in scores:
-        order = sorted(range(len(row)), key=lambda n: row[n])
-        low, high = (_perplexity(row[n], score) for n in (order[0], order[-1]))
-        # Written so that an infinite lowest score is no reason to keep the highest.
-        is_split = len(row) > 2 and not high <= filter_ratio * low
-        dropped = (order[0], order[-1]) if is_split else ()
-        kept = [value for n, value in enumerate(row) if n not in dropped]
-        filtered.append(tuple(sorted(dropped)))
+        order = sorted((value, n) for n, value in enumerate(row) if value is not None)
+        low, high = (perplexity(value, score) for value, _ in (order[0], order[-1]))
+        # Not `>`: 0 times infinity is NaN, and a ratio of 0 drops infinite scores too.
+        is_split = len(order) > 2 and not high <= filter_ratio * low
+        kept = [value for value, _ in (order[1:-1] if is_split else order)]
+        filtered.append(tuple(sorted(n for _, n in (order[0], order[-1]))) if is_split else ())
         means.append(math.fsum(kept) / len(kept) if all(map(math.isfinite, kept)) else math.inf)
     return SpanChoice(min(range(len(means)), key=means.__getitem__), tuple(filtered))
 
 
-def _perplexity(value: float, score: SpanScore) -> float:
+def perplexity(value: float, score: SpanScore) -> float:
+    """The perplexity that a score says: per token, or per byte for `"bits_per_byte"`.
+
+    Args:
+        value: The score.
+        score: What it is.
+    """
     if score == "perplexity":
         return value
     return 2.0**value if value < 1000 else math.inf

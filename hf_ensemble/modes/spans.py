@@ -13,7 +13,6 @@ from ..decoding.row_processors import WARPERS
 from ..decoding.spans.decoder import SpanDecoder, SpanDecoderOutput
 from ..errors import ConfigurationError
 from ..methods.base import eos_ids_of
-from ..recording.spans import decisions_of_rounds
 from ..scoring.likelihoods import Batch, Found, score_by_spans
 from .base import Loop, Mode
 
@@ -105,7 +104,7 @@ class SpanMode(Mode):
             return ids
         output = SpanDecoderOutput(sequences=ids, rounds=decoder.rounds)  # type: ignore[arg-type]
         if call.num_decision_entries is not None:
-            output["decisions"] = decisions_of_rounds(decoder, call.config, loop.input_ids, loop.mask, ids)
+            output["decisions"] = decoder.decisions(loop.input_ids, loop.mask)
         return output
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -53,6 +54,14 @@ class StockLoopHooks:
     def primary(self) -> Any:
         """The primary model."""
         return self.primary_member.model
+
+    def _prepare_special_tokens(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
+        # Stock processors take every end id for a column, and the first one pads where there is no pad token.
+        ends: Any = generation_config.eos_token_id
+        if ends is not None:
+            ends = torch.as_tensor(ends).flatten().tolist()
+            generation_config.eos_token_id = self.primary_member.ids_with_row(ends) or None
+        super()._prepare_special_tokens(generation_config, *args, **kwargs)  # type: ignore[misc]
 
     # Of the mode
 

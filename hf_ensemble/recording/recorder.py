@@ -1,10 +1,9 @@
 """Recording who decides what in a call: small tensors at every step, read by the host in blocks and at the end."""
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from transformers import LogitsProcessor
 from ..members.member import Member
 from ..methods.base import MemberMaps
 from ..mixing import merge_duplicates, top_entries
-from ..vocabulary.token_bytes import CONTROL
-from .decisions import Decision, Decisions, Entry, MemberDecision, texts_of_pieces
+from .decision import Decision, Entry, MemberDecision
+from .decisions import Decisions
+from .names import Namer, Piece, names_of, prompts_of
 
 _BLOCK = 256
 """Steps after which what was recorded moves to the host, so that a long text holds little memory on the device."""
@@ -88,7 +88,7 @@ class DecisionRecorder:
         self._num_entries = num_entries
         self._is_wide = is_wide
         self._reads_first_ids = reads_first_ids
-        # The ensemble's log-probabilities, and those of the members that are heard, until the choice is known.
+        # Log-probabilities of the ensemble and of the members that count, kept until the choice is known.
         self._pending: tuple[Tensor, dict[int, Tensor], _Plan] | None = None
         self._num_steps = 0
         self._steps: list[_Step] = []
@@ -190,55 +190,39 @@ class DecisionRecorder:
         namer = Namer(self._members)
         written = sequences[:, sequences.shape[1] - self._num_steps :].tolist()
         ended = torch.stack(self._done).cpu() if self._done else torch.zeros(0, len(written), dtype=torch.bool)
-        # A row holds what was written up to the step in which it ended, that included.
+        # The step in which a row ends still writes in it; later ones do not.
         lengths = (~ended).long().cumprod(0).sum(0).add(1).clamp_max(self._num_steps).tolist()
         rows = []
         for row, length in enumerate(lengths):
             steps = [step for step in self._steps if step.number < length and row not in step.plan.queued]
             starts = [step.number for step in steps]
-            ids = [tuple(written[row][a:b]) for a, b in pairwise([*starts, length])]
-            pieces = [namer.primary.write(some) for some in ids]
-            rows.append(
-                tuple(
-                    self._decision(row, step, some, data, text, namer)
-                    for step, some, data, text in zip(steps, ids, pieces, texts_of_pieces(pieces), strict=True)
-                )
-            )
+            pieces = namer.pieces([written[row][a:b] for a, b in pairwise([*starts, length])])
+            rows.append(tuple(self._decision(row, *one, namer) for one in zip(steps, pieces, strict=True)))
         return Decisions(tuple(rows), names_of(self._members), self._prompts)
 
-    def _decision(
-        self, row: int, step: _Step, ids: tuple[int, ...], data: bytes, text: str, namer: "Namer"
-    ) -> Decision:
-        count = len(self._members)
-        said: list[MemberDecision | None] = [None] * count
-        values = step.values[row]
-        at = 0
-        for place, index in enumerate(step.members):
+    def _decision(self, row: int, step: _Step, piece: Piece, namer: Namer) -> Decision:
+        said: list[MemberDecision | None] = [None] * len(self._members)
+        values, ids_of_row = iter(step.values[row]), iter(step.ids[row] if step.members else ())
+        prob_of_chosen = next(values)
+        for index in step.members:
             k = min(self._num_entries, len(self._maps[index].mask))
-            base = 1 + place + at
+            prob, best_probs = next(values), list(islice(values, k))
+            best_ids, is_chosen = list(islice(ids_of_row, k)), list(islice(ids_of_row, k))
             if bool(step.plan.heard[row, index]):
-                best_ids, is_chosen = (step.ids[row][2 * at + n * k : 2 * at + (n + 1) * k] for n in range(2))
-                pairs = zip(best_ids, values[base + 1 : base + 1 + k], strict=True)
-                best = tuple(Entry(namer.name(index, i), prob) for i, prob in pairs if prob > 0)
+                pairs = zip(best_ids, best_probs, strict=True)
                 said[index] = MemberDecision(
                     weight=float(step.plan.weights[row, index]),
-                    probability=values[base],
-                    best=best,
+                    probability=prob,
+                    best=tuple(Entry(namer.name(index, i), value) for i, value in pairs if value > 0),
                     agrees=bool(is_chosen[0]),
                     proposes=any(is_chosen),
                 )
-            at += k
-        shares = {
-            i: one.weight * one.probability for i, one in enumerate(said) if one and one.weight and one.probability
-        }
+        shares = {i: (one.weight or 0.0) * (one.probability or 0.0) for i, one in enumerate(said) if one}
         decided_by = max(shares, key=lambda index: shares[index], default=None)
         closed = step.plan.closed
         return Decision(
-            ids=ids,
-            data=data,
-            text=text,
-            control=namer.control(ids),
-            probability=min(values[0], 1.0),
+            *piece,
+            probability=min(prob_of_chosen, 1.0),
             decided_by=decided_by if decided_by is not None and shares[decided_by] > 0 else None,
             is_gate_open=None if closed is None else row not in closed,
             members=tuple(said),
@@ -263,58 +247,3 @@ class PrimaryRecorder(LogitsProcessor):
         logits = scores.float()
         self._recorder.take([logits], logits.log_softmax(-1), plan, plan != 0)
         return scores
-
-
-class Namer:
-    """What ids are called.
-
-    Args:
-        members: The members; the first is the primary.
-
-    Attributes:
-        primary: What the primary's ids write.
-    """
-
-    def __init__(self, members: Sequence[Member]):
-        self._members = members
-        self.primary = members[0].encoder.token_bytes
-        self._known: dict[tuple[int, int], str] = {}
-
-    def name(self, index: int, i: int) -> str:
-        """Say what one of a member's ids writes, or its token's name."""
-        if (index, i) not in self._known:
-            token_bytes = self._members[index].encoder.token_bytes
-            entry = token_bytes.entry(i)
-            token = None if entry else self._members[index].tokenizer.convert_ids_to_tokens(i)
-            self._known[index, i] = entry.decode("utf-8", "replace") if entry else str(token or f"id {i}")
-        return self._known[index, i]
-
-    def control(self, ids: Sequence[int]) -> str:
-        """Join the names of the primary's ids that write nothing."""
-        kinds = self.primary.kinds
-        return "".join(self.name(0, i) for i in ids if i >= len(kinds) or kinds[i] == CONTROL)
-
-
-def names_of(members: Sequence[Member]) -> tuple[str, ...]:
-    """Give the members' names; equal ones are numbered."""
-    names = [member.name for member in members]
-    counts = Counter(names)
-    seen: Counter[str] = Counter()
-    unique = []
-    for name in names:
-        seen[name] += 1
-        unique.append(f"{name} ({seen[name]})" if counts[name] > 1 else name)
-    return tuple(unique)
-
-
-def prompts_of(primary: Member, ids: Tensor, mask: Tensor | None) -> tuple[str, ...]:
-    """Give each row's prompt as text, control tokens by name; see `DecisionRecorder` for the arguments."""
-    keep = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
-    if len(keep) != len(ids):
-        keep = keep.repeat_interleave(len(ids) // len(keep), dim=0)
-    rows = [
-        [i for i, is_kept in zip(row, kept, strict=True) if is_kept]
-        for row, kept in zip(ids.tolist(), keep.tolist(), strict=True)
-    ]
-    decoded: list[str] = primary.tokenizer.batch_decode(rows, skip_special_tokens=False)
-    return tuple(decoded)

@@ -1,57 +1,98 @@
-"""The decisions of a call that was decided span by span."""
+"""What is recorded of a call that was decided span by span, and the decisions that it comes to."""
 
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..decoding.spans.decoder import SpanDecoder, SpanRound
-from ..methods.sweetspan import SweetSpanConfig
-from .decisions import Decision, Decisions, Entry, MemberDecision, texts_of_pieces
-from .recorder import Namer, names_of, prompts_of
+from ..members.member import Member
+from ..methods.sweetspan import SpanScore, perplexity
+from .decision import Decision, Entry, MemberDecision
+from .decisions import Decisions
+from .names import Namer, Piece, names_of, prompts_of
+
+
+@dataclass(frozen=True)
+class SpanCandidate:
+    """A span that was offered in a round.
+
+    Attributes:
+        data: What it writes.
+        has_eos: Whether the text ends with it.
+        proposers: Members that wrote it.
+        scores: Every member's score, None for a member that takes no part; None as a whole where there was nothing to
+            choose from.
+        filtered: Members whose scores did not count.
+    """
+
+    data: bytes
+    has_eos: bool
+    proposers: tuple[int, ...]
+    scores: tuple[float | None, ...] | None = None
+    filtered: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """What it writes, as text."""
+        return self.data.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class SpanRound:
+    """One round of one row.
+
+    Attributes:
+        candidates: The distinct candidates, in the order of the first member that wrote each.
+        winner: Index of the one that was written.
+        num_forwards: Each member's forward passes in this round, for all rows together.
+    """
+
+    candidates: tuple[SpanCandidate, ...]
+    winner: int
+    num_forwards: tuple[int, ...]
 
 
 def decisions_of_rounds(
-    decoder: SpanDecoder, config: SweetSpanConfig, prompt_ids: Tensor, prompt_mask: Tensor | None, sequences: Tensor
+    members: Sequence[Member],
+    rounds: Sequence[Sequence[SpanRound]],
+    ids_of_rounds: Sequence[Sequence[Sequence[int]]],
+    end_ids: Sequence[int],
+    score: SpanScore,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor | None,
 ) -> Decisions:
     """Read the decisions of a call off its rounds.
 
     Args:
-        decoder: What decided them.
-        config: The method's options.
+        members: The members; the first is the primary.
+        rounds: For each row, its rounds.
+        ids_of_rounds: For each row and round, the primary's ids that were written for it; none where the text was over.
+        end_ids: The primary's control tokens that end a text. An end is shown by the name of the first.
+        score: What the scores are.
         prompt_ids: Of shape `(batch_size, prompt_length)`, a row for each row of the output.
         prompt_mask: As for `DecisionRecorder`.
-        sequences: The output of the call, prompts included, of shape `(batch_size, length)`.
     """
-    namer = Namer(decoder.members)
-    end = namer.name(0, decoder.end_ids[0]) if decoder.end_ids else ""
-    written = sequences[:, prompt_ids.shape[1] :].tolist()
+    namer = Namer(members)
+    end = namer.name(0, end_ids[0]) if end_ids else ""
     rows = []
-    for row, (ids, rounds, length) in enumerate(zip(written, decoder.rounds, decoder.num_written(), strict=True)):
-        ends = [min(end, length) for end in accumulate(decoder.num_ids[row], initial=0)]
-        spans = [(one, tuple(ids[a:b])) for one, (a, b) in zip(rounds, pairwise(ends), strict=True) if b > a]
-        pieces = [namer.primary.write(some) for _, some in spans]
-        rows.append(
-            tuple(
-                _decision_of_round(one, config, some, data, text, namer, end)
-                for (one, some), data, text in zip(spans, pieces, texts_of_pieces(pieces), strict=True)
-            )
-        )
-    prompts = prompts_of(decoder.members[0], prompt_ids, prompt_mask)
-    return Decisions(tuple(rows), names_of(decoder.members), prompts, is_by_spans=True)
+    for of_row, ids_of_row in zip(rounds, ids_of_rounds, strict=True):
+        written = [(one, ids) for one, ids in zip(of_row, ids_of_row, strict=True) if ids]
+        pieces = zip([one for one, _ in written], namer.pieces([ids for _, ids in written]), strict=True)
+        rows.append(tuple(_decision_of_round(one, piece, end, score) for one, piece in pieces))
+    return Decisions(tuple(rows), names_of(members), prompts_of(members[0], prompt_ids, prompt_mask), is_by_spans=True)
 
 
-def _decision_of_round(
-    one: SpanRound, config: SweetSpanConfig, ids: tuple[int, ...], data: bytes, text: str, namer: Namer, end: str
-) -> Decision:
+def _decision_of_round(one: SpanRound, piece: Piece, end: str, score: SpanScore) -> Decision:
     winner = one.candidates[one.winner]
     said: list[MemberDecision | None] = []
     for index in range(len(one.num_forwards)):
         wrote = index in winner.proposers
-        scores = [None if item.scores is None else item.scores[index] for item in one.candidates]
         if winner.scores is None:
             said.append(MemberDecision(None, None, (), True, True) if wrote else None)
             continue
-        probs = [None if score is None else _probability(score, config) for score in scores]
+        scores = [item.scores[index] if item.scores else None for item in one.candidates]
+        # The geometric mean over tokens, or over bytes.
+        probs = [None if value is None else 1.0 / perplexity(value, score) for value in scores]
         if probs[one.winner] is None:
             said.append(None)
             continue
@@ -63,11 +104,4 @@ def _decision_of_round(
         best = tuple(sorted(offered, key=lambda entry: -entry.probability))
         said.append(MemberDecision(None, probs[one.winner], best, wrote, wrote))
     decided_by = max(winner.proposers, key=lambda index: (item.probability or 0.0) if (item := said[index]) else 0.0)
-    return Decision(ids, data, text, namer.control(ids), None, decided_by, None, tuple(said))
-
-
-def _probability(score: float, config: SweetSpanConfig) -> float:
-    """The geometric mean of probabilities, over tokens or bytes, that a member's score says."""
-    if config.score == "bits_per_byte":
-        return float(2.0**-score)
-    return 1.0 / score
+    return Decision(*piece, None, decided_by, None, tuple(said))

@@ -44,7 +44,8 @@ class ByteEncoder:
         self._pre_tokenizers = flatten_component(component_state(self._backend.pre_tokenizer), "pretokenizers")
         self._model_type = type(self._backend.model).__name__
         self._unknown = tokenizer.unk_token_id
-        self._start_fallback = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        starts = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        self._start_tokens = [i for i in starts if i is not None and i < token_bytes.num_ids]
 
     @cached_property
     def id_of(self) -> dict[bytes, int]:
@@ -61,19 +62,17 @@ class ByteEncoder:
 
     @cached_property
     def prefix_ids(self) -> list[int]:
-        """The control tokens that the tokenizer puts in front of a text (its BOS rule)."""
+        """The control tokens that the tokenizer puts in front of a text (its BOS rule), if the model has them."""
         view = self._view(normalize=True)[0]
         view.post_processor = self._backend.post_processor
         encoded = view.encode("a", add_special_tokens=True)
         first_text = encoded.special_tokens_mask.index(0) if 0 in encoded.special_tokens_mask else 0
-        return list(encoded.ids[:first_text])
+        return [i for i in encoded.ids[:first_text] if i < self.token_bytes.num_ids]
 
     @property
     def start_ids(self) -> list[int]:
         """What a text without any token starts from: the BOS rule, else the BOS or EOS token; empty if neither."""
-        if self.prefix_ids:
-            return self.prefix_ids
-        return [] if self._start_fallback is None else [self._start_fallback]
+        return self.prefix_ids or self._start_tokens[:1]
 
     def encode(self, data: bytes) -> list[int] | None:
         """Encode bytes as the continuation of a text.

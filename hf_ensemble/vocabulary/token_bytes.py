@@ -132,6 +132,10 @@ class TokenBytes:
         """Whether the tokenizer's decoder drops one space at the start of a text."""
         return self.writer.strips_start
 
+    def is_control(self, i: int) -> bool:
+        """Whether an id, which need not be one of these, is a control token."""
+        return 0 <= i < self.num_ids and bool(self.kinds[i] == CONTROL)
+
     def write(self, ids: Iterable[int]) -> bytes:
         """Join what ids write in the middle of a text; ids without a token and control tokens write nothing."""
         return b"".join(self.entry(i) for i in ids if i < self.num_ids)

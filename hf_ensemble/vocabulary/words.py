@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import regex
 
-from .token_bytes import CONTROL, TokenBytes
+from .token_bytes import TokenBytes
 
-# As in `str.isspace`.
 _SPACE = "\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+"""What `str.isspace` calls white space."""
 _SPACELESS = "".join(
     rf"\p{{Script={script}}}" for script in ("Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar")
 )
@@ -33,6 +33,13 @@ def end_of_words(text: str, count: int) -> int | None:
     """Find where the first `count` words of a text end; None if they are not complete.
 
     A word is complete when something follows it.
+
+    Args:
+        text: The text.
+        count: Number of words, at least 1.
+
+    Returns:
+        A place in the text, in characters.
     """
     for n, end in enumerate(word_ends(text), start=1):
         if n == count:
@@ -80,9 +87,9 @@ def read_span(
         data += token_bytes.write([i])
         if i in eos_ids:
             is_at_end = True
-            has_eos = i < token_bytes.num_ids and bool(token_bytes.kinds[i] == CONTROL)
+            has_eos = token_bytes.is_control(i)
             break
-    # Bytes that are no text keep their number: one character each.
+    # A byte that is no text becomes one character, so that ends of words can be turned back into bytes.
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(data)
     end = end_of_words(text.translate(_ESCAPED_BYTES), span_length)
     if end is not None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hf_ensemble import ConfigurationError, Decisions, GacConfig, MemberDecision, SweetSpanConfig, UniteConfig
-from hf_ensemble.recording.decisions import Decision, Entry, texts_of_pieces
+from hf_ensemble.recording.decision import Decision, Entry, texts_of_pieces
 from tests import tiny
+from tests.bug_bank.kit import writer
 from tests.contracts import CORE_RECIPES, PROMPTS, large, make_ensemble, padded, prompt_rows, small
 
 pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
@@ -72,6 +73,24 @@ def test_recording_changes_no_id_and_the_texts_joined_are_the_text(ensemble, bat
         assert set(row[len(ids) :]) <= {ensemble.tokenizer.pad_token_id}
         assert b"".join(decision.data for decision in decisions) == bytes_of(ensemble, ids)
         assert "".join(decision.text for decision in decisions) == bytes_of(ensemble, ids).decode("utf-8", "replace")
+
+
+def test_a_row_that_ends_inside_a_character_has_the_text_of_its_ids():
+    """The other row's spans are short, so this one's next span is decided too before it ends."""
+    tokenizers, wholes = [small(), large()], ("a 🙃🙃 b c d e", "The a b c d e f")
+    models = [tiny.ScriptedModel(tokenizer, writer(tokenizer, *wholes)) for tokenizer in tokenizers]
+    ensemble = make_ensemble(models, tokenizers, method=SweetSpanConfig(span_length=1))
+    inputs = ensemble.tokenizer(["a", "The"], return_tensors="pt", padding=True)
+    width = inputs["input_ids"].shape[1]
+
+    def criterion(input_ids, scores, **kwargs):
+        return torch.tensor([input_ids.shape[1] - width >= 4, input_ids.shape[1] - width >= 8])
+
+    output = recorded(ensemble, inputs, max_new_tokens=20, stopping_criteria=[criterion])
+    assert len(output.rounds[0]) > 1
+    text = "".join(decision.text for decision in output.decisions[0])
+    assert text == bytes_of(ensemble, output.sequences[0, width:].tolist()).decode("utf-8", "replace")
+    assert text.endswith("�")
 
 
 def test_recording_changes_no_draw(ensemble, batch):

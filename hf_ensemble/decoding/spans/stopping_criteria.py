@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from ..methods.sweetspan import SweetSpanConfig
-from ..vocabulary.token_bytes import TokenBytes
-from ..vocabulary.words import Span, read_span
+from ...methods.sweetspan import SweetSpanConfig
+from ...vocabulary.token_bytes import TokenBytes
+from ...vocabulary.words import Span, read_span
 
 
 class SpanStoppingCriteria(StoppingCriteria):
@@ -17,8 +17,6 @@ class SpanStoppingCriteria(StoppingCriteria):
 
     A word is a run of characters with the white space before it, or a grapheme of a script that is written without
     spaces; it is complete when something follows. A row ends too at an end of text, or at `max_span_tokens` ids.
-
-    Reference: "Hit the Sweet Spot! Span-Level Ensemble for Large Language Models".
 
     Args:
         tokenizer: The fast tokenizer of the model that writes, or what its ids write.
@@ -29,11 +27,18 @@ class SpanStoppingCriteria(StoppingCriteria):
             first called with, and again whenever it is called with a text that does not continue the last one.
         begun: For each row, bytes of an unfinished character that stand before the span.
 
+    Raises:
+        ConfigurationError: If `span_length` is no positive integer, or `max_span_tokens` is below it.
+
     Example:
         ```python
         criterion = SpanStoppingCriteria(tokenizer, span_length=4)
         ids = model.generate(**inputs, stopping_criteria=[criterion], max_new_tokens=64)
         ```
+
+    Reference:
+        Xu, Chen, Wu and Zhang, "Hit the Sweet Spot! Span-Level Ensemble for Large Language Models"
+        (https://arxiv.org/abs/2409.18583).
     """
 
     def __init__(
@@ -45,7 +50,7 @@ class SpanStoppingCriteria(StoppingCriteria):
         start: int | None = None,
         begun: Sequence[bytes] | None = None,
     ):
-        # The rules for its options are those of the method's.
+        # The method checks these options.
         config = SweetSpanConfig(span_length=span_length, max_span_tokens=max_span_tokens)
         self.span_length = config.span_length
         self.token_limit = config.token_limit
@@ -60,7 +65,13 @@ class SpanStoppingCriteria(StoppingCriteria):
         self._found_start = 0
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        """Say which rows hold a complete span, of shape `(batch_size,)`."""
+        """Say which rows hold a complete span, of shape `(batch_size,)`.
+
+        Args:
+            input_ids: All ids so far, of shape `(batch_size, length)`.
+            scores: Not read.
+            **kwargs: Not read.
+        """
         start = self._start
         if start is None:
             if not self._continues(input_ids):
@@ -69,12 +80,17 @@ class SpanStoppingCriteria(StoppingCriteria):
             start = self._found_start
         done = [self.read(row, ids).is_complete for row, ids in enumerate(input_ids[:, start:].tolist())]
         if all(done):
-            # What continues this text is another span.
+            # What follows is the next span.
             self._before = None
         return torch.tensor(done, device=input_ids.device)  # type: ignore[return-value]
 
     def read(self, row: int, ids: Sequence[int]) -> Span:
-        """Read the span that ids write in a row, complete or not."""
+        """Read the span that ids write in a row, complete or not.
+
+        Args:
+            row: The row.
+            ids: What was written in it since the span began.
+        """
         begun = b"" if self._begun is None else self._begun[row]
         return read_span(ids, self._token_bytes, self._eos_ids, self.span_length, self.token_limit, begun)
 

@@ -1,0 +1,142 @@
+"""The page that shows the decisions of a call."""
+
+import html
+import json
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from .decision import Decision
+
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
+"""A visible sign for every control character that a page cannot show; tab and newline have signs of their own."""
+
+
+def decisions_page(
+    rows: Sequence[Sequence[Decision]], members: Sequence[str], prompts: Sequence[str], is_by_spans: bool, title: str
+) -> str:
+    """Make one page that needs no network: the texts, coloured by who decided, with the numbers on hover.
+
+    Args:
+        rows: For each row of the output, its decisions.
+        members: The members' names.
+        prompts: For each row, its prompt.
+        is_by_spans: Whether spans were decided, not tokens.
+        title: Heading of the page.
+    """
+    template = resources.files(__package__).joinpath("decisions_page.html").read_text("utf-8")
+    data = {
+        "members": members,
+        "isBySpans": is_by_spans,
+        "rows": [[_as_json(decision) for decision in row] for row in rows],
+    }
+    texts = [_text(n, row, members, prompt) for n, (row, prompt) in enumerate(zip(rows, prompts, strict=True))]
+    if len(texts) > 1:
+        texts = [f"<h2>Text {n}</h2>{text}" for n, text in enumerate(texts, start=1)]
+    parts = {
+        "title": _escaped(title),
+        "summary": _summary(rows, members, is_by_spans),
+        "rows": "\n".join(f"<section>{text}</section>" for text in texts),
+        "data": json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    # Split first, then filled: a text that holds `@@` must not be taken for a place to fill.
+    pieces = template.split("@@")
+    return "".join(piece if n % 2 == 0 else parts[piece] for n, piece in enumerate(pieces))
+
+
+def _summary(rows: Sequence[Sequence[Decision]], members: Sequence[str], is_by_spans: bool) -> str:
+    decisions = [decision for row in rows for decision in row]
+    total = max(1, len(decisions))
+    lines = []
+    for index, name in enumerate(members):
+        heard = [said for decision in decisions if (said := decision.members[index]) is not None]
+        probs = [said.probability for said in heard if said.probability is not None]
+        decided = sum(decision.decided_by == index for decision in decisions)
+        cells = [
+            f'<th scope="row"><span class="key m{index % 8}">{_escaped(name)}</span></th>',
+            _share(decided, total, f"m{index % 8}"),
+            _share(sum(said.agrees for said in heard), len(heard)),
+            f"<td>{sum(probs) / len(probs):.2f}</td>" if probs else "<td>–</td>",
+            f"<td>{len(heard)}</td>",
+        ]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    nobody = sum(decision.decided_by is None for decision in decisions)
+    if nobody:
+        lines.append(
+            f'<tr><th scope="row"><span class="key none">no single member</span></th>{_share(nobody, total, "none")}'
+            "<td>–</td><td>–</td><td>–</td></tr>"
+        )
+    several = [d for d in decisions if sum(said is not None for said in d.members) > 1]
+    kind = "spans" if is_by_spans else "decisions"
+    notes = [f"{len(decisions)} {kind} in {len(rows)} {'text' if len(rows) == 1 else 'texts'}"]
+    if several:
+        agreed = sum(decision.agreement == 1 for decision in several)
+        notes.append(f"all members agreed in {agreed} of the {len(several)} in which several were heard")
+    gated = [decision.is_gate_open for decision in decisions if decision.is_gate_open is not None]
+    if gated:
+        notes.append(f"the gate was open in {sum(gated)} of {len(gated)}")
+    agreed_as = "wrote the chosen span" if is_by_spans else "own best was chosen"
+    return (
+        '<table><thead><tr><th scope="col">Member</th><th scope="col">decided</th>'
+        f'<th scope="col">{agreed_as}</th><th scope="col">mean probability of the chosen</th><th scope="col">heard</th></tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table><p>{_escaped('; '.join(notes))}.</p>"
+    )
+
+
+def _text(number: int, row: Sequence[Decision], members: Sequence[str], prompt: str) -> str:
+    spans = []
+    for n, decision in enumerate(row):
+        who = decision.decided_by
+        classes = ["d", "none" if who is None else f"m{who % 8}"]
+        if not decision.text:
+            classes.append("control" if decision.control else "fragment")
+        said = None if who is None else decision.members[who]
+        sure = decision.probability if said is None or said.probability is None else said.probability
+        strength = 0.35 if sure is None else 0.06 + 0.5 * sure
+        inner = _marked(decision.text) + (f"<i>{_escaped(decision.control)}</i>" if decision.control else "")
+        name = "no single member" if who is None else members[who]
+        spans.append(
+            f'<span class="{" ".join(classes)}" style="--p:{strength:.2f}" data-n="{n}" '
+            f'tabindex="{-1 if n else 0}" aria-label="{_escaped(f"{decision.label}, {name}")}">{inner}</span>'
+        )
+    return (
+        f'<div class="text" dir="auto" data-row="{number}" role="group" aria-label="Text {number + 1}">'
+        f'<span class="prompt">{_marked(prompt)}</span>{"".join(spans)}</div>'
+    )
+
+
+def _as_json(decision: Decision) -> list[Any]:
+    members = [
+        said
+        and [
+            _rounded(said.weight),
+            _rounded(said.probability),
+            said.agrees,
+            said.proposes,
+            [[entry.text.translate(_PICTURES), _rounded(entry.probability)] for entry in said.best],
+        ]
+        for said in decision.members
+    ]
+    label = decision.label.translate(_PICTURES)
+    gate = decision.is_gate_open
+    return [label, decision.decided_by, _rounded(decision.probability), gate, len(decision.ids), members]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _escaped(text: str) -> str:
+    return html.escape(text.translate(_PICTURES))
+
+
+def _marked(text: str) -> str:
+    """Escape a text, and put signs for tabs and newlines before them, which are not copied with the text."""
+    return _escaped(text).replace("\t", '<b class="tab"></b>\t').replace("\n", '<b class="newline"></b>\n')
+
+
+def _share(count: int, total: int, kind: str = "plain") -> str:
+    if not total:
+        return "<td>–</td>"
+    share = 100 * count / total
+    return f'<td><span class="bar {kind}" style="width:{share * 0.9:.1f}px"></span>{share:.0f} %</td>'

@@ -1,0 +1,81 @@
+"""What members, ids and prompts are called, and what ids write, where decisions are shown."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..members.member import Member
+from .decision import texts_of_pieces
+
+
+class Piece(NamedTuple):
+    """What one decision writes; see `Decision` for the fields."""
+
+    ids: tuple[int, ...]
+    data: bytes
+    text: str
+    control: str
+
+
+class Namer:
+    """What ids are called.
+
+    Args:
+        members: The members; the first is the primary.
+
+    """
+
+    def __init__(self, members: Sequence[Member]):
+        self._members = members
+        self._known: dict[tuple[int, int], str] = {}
+
+    def name(self, index: int, i: int) -> str:
+        """Say what one of a member's ids writes, or its token's name.
+
+        Args:
+            index: The member's number.
+            i: The id.
+        """
+        if (index, i) not in self._known:
+            token_bytes = self._members[index].encoder.token_bytes
+            entry = token_bytes.entry(i)
+            token = None if entry else self._members[index].tokenizer.convert_ids_to_tokens(i)
+            self._known[index, i] = entry.decode("utf-8", "replace") if entry else str(token or f"id {i}")
+        return self._known[index, i]
+
+    def pieces(self, ids_of_decisions: Sequence[Sequence[int]]) -> list[Piece]:
+        """Say what the primary's ids of each decision of a row write."""
+        primary = self._members[0]
+        written = [primary.encoder.token_bytes.write(ids) for ids in ids_of_decisions]
+        return [
+            Piece(tuple(ids), data, text, "".join(self.name(0, i) for i in ids if primary.is_control(i)))
+            for ids, data, text in zip(ids_of_decisions, written, texts_of_pieces(written), strict=True)
+        ]
+
+
+def names_of(members: Sequence[Member]) -> tuple[str, ...]:
+    """Give the members' names; equal ones are numbered."""
+    names = [member.name for member in members]
+    counts = Counter(names)
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(f"{name} ({seen[name]})" if counts[name] > 1 else name)
+    return tuple(unique)
+
+
+def prompts_of(primary: Member, ids: Tensor, mask: Tensor | None) -> tuple[str, ...]:
+    """Give each row's prompt as text, control tokens by name; see `DecisionRecorder` for the arguments."""
+    keep = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
+    if len(keep) != len(ids):
+        keep = keep.repeat_interleave(len(ids) // len(keep), dim=0)
+    rows = [
+        [i for i, is_kept in zip(row, kept, strict=True) if is_kept]
+        for row, kept in zip(ids.tolist(), keep.tolist(), strict=True)
+    ]
+    decoded: list[str] = primary.tokenizer.batch_decode(rows, skip_special_tokens=False)
+    return tuple(decoded)
