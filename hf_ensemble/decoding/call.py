@@ -33,7 +33,7 @@ class Call:
     kept: Kept
     config: MethodConfig
     weights: StepWeights
-    renderers: Sequence[ChatRenderer]
+    renderers: Sequence[ChatRenderer] = ()
     own_prompts: OwnPrompts | None = None
     num_decision_entries: int | None = None
     has_cache: bool = False

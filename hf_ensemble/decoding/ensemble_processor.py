@@ -10,6 +10,7 @@ from ..errors import ConfigurationError
 from ..members.member import Member
 from ..messages import wrong_count
 from ..vocabulary.union import UnionVocabulary
+from .call import Call
 from .kept import Kept
 from .step_weights import StepWeights, WeightsLike
 from .token_decoder import TokenDecoder
@@ -97,7 +98,8 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         weights.expand(num_rows // copies, copies)
         # A row that has ended is filled up with padding, which is nothing that the primary has written.
         silent_ids = [*eos_ids, *([] if self._pad is None else [self._pad])]
-        return TokenDecoder(self._members, method, self._config, weights, input_ids, mask, silent_ids, is_wide=False)
+        call = Call(self._kept, self._config, weights)
+        return TokenDecoder(call, method, input_ids, mask, silent_ids, is_wide=False)
 
     def _step_weights(self) -> StepWeights:
         return StepWeights(self._weights, len(self._members), self._config.takes_weights_as_given)

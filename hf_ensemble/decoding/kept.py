@@ -9,7 +9,6 @@ from ..config import MethodConfig
 from ..members.member import Member
 from ..methods.base import TokenMethod, eos_ids_of
 from ..vocabulary.union import UnionVocabulary
-from .speculation.draft_length import DraftLength
 
 _MAX_METHODS = 8
 """Methods kept ready, each with its index maps on the device; a call with other options or EOS ids makes another."""
@@ -33,7 +32,7 @@ class Kept:
         self.members = members
         self.union = union
         self.methods: dict[Hashable, TokenMethod] = {}
-        self._draft_lengths: dict[Hashable, DraftLength] = {}
+        self._draft_lengths: dict[Hashable, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "methods": {}, "_draft_lengths": {}}
@@ -59,11 +58,11 @@ class Kept:
             self.methods[key] = method
         return method
 
-    def take_draft_length(self, kind: Hashable, make: Callable[[], DraftLength]) -> DraftLength:
+    def take_draft_length(self, kind: Hashable, make: Callable[[], Any]) -> Any:
         """Give what earlier calls of a kind have measured to one call, which hands it back by `keep_draft_length`."""
         return self._draft_lengths.pop(kind, None) or make()
 
-    def keep_draft_length(self, kind: Hashable, draft_length: DraftLength) -> None:
+    def keep_draft_length(self, kind: Hashable, draft_length: Any) -> None:
         """Keep what a call has measured for the next one of its kind."""
         if len(self._draft_lengths) >= _MAX_DRAFT_LENGTHS:
             self._draft_lengths.clear()

@@ -10,7 +10,8 @@ from .. import messages
 from ..errors import MemberError
 from ..members.member import Member, MemberState
 from ..vocabulary.context import MemberContext, Resync
-from .prompts import OwnPrompts, expand_prompts, read_prompts
+from .call import Call
+from .prompts import expand_prompts, read_prompts
 from .text_warnings import warn_of_control, warn_of_losses
 
 
@@ -21,15 +22,14 @@ class LiveRows:
     needed. Where only some rows need it, the others wait too, but are carried along in its batch.
 
     Args:
-        members: The members; the first is the primary.
-        participants: Numbers of those that may be needed.
+        call: What the call works with.
+        participants: Numbers of the members that may be needed.
         resync: How assistants follow the text.
         prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
         prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
-        own_prompts: What members read in place of the text of the prompt ids.
+        silent_ids: The primary's control tokens of which no warning is given when they are written.
         runs_primary: Whether the primary runs here, where it is needed, instead of in the decoding loop at every step.
         max_new_tokens: Most ids that a row can take, where that is known.
-        silent_ids: The primary's control tokens of which no warning is given when they are written.
 
     Attributes:
         live: Numbers of the rows that still write.
@@ -39,23 +39,22 @@ class LiveRows:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        call: Call,
         participants: Collection[int],
         resync: Resync,
         prompt_ids: Tensor,
         prompt_mask: Tensor | None,
-        own_prompts: OwnPrompts | None = None,
-        runs_primary: bool = False,
-        max_new_tokens: int = 0,
-        silent_ids: Collection[int] = (),
+        silent_ids: Collection[int],
+        runs_primary: bool,
+        max_new_tokens: int,
     ):
-        self.members = members
+        self.members = members = call.members
         self.runs_primary = runs_primary
         self.live = list(range(len(prompt_ids)))
         self.num_steps = 0
         self._num_rows = len(prompt_ids)
         self._place_of = {row: row for row in self.live}
-        prompts = read_prompts(members, participants, resync, prompt_ids, prompt_mask, own_prompts)
+        prompts = read_prompts(members, participants, resync, prompt_ids, prompt_mask, call.own_prompts)
         self._prompt_of_row: list[int] | None = prompts.prompt_of_row
         self._lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
         contexts = dict(prompts.contexts)

@@ -9,15 +9,12 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from .. import messages
-from ..config import MethodConfig
-from ..members.member import Member
 from ..methods.base import TokenMethod
 from ..recording.recorder import DecisionRecorder
+from .call import Call
 from .live_rows import LiveRows
-from .prompts import OwnPrompts
 from .proposals import Proposals, RaisedIds
 from .step import Fused, FusedStep
-from .step_weights import StepWeights
 
 
 @dataclass
@@ -43,10 +40,8 @@ class TokenDecoder:
     transfer, and every member's context follows the text).
 
     Args:
-        members: The members; the first is the primary.
-        method: The method, made for these members.
-        config: The method's options.
-        weights: Step weights, expanded to the rows.
+        call: What the call works with; its weights are expanded to the rows.
+        method: The method, made for its members.
         prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
         prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
         end_ids: The primary's ids that end a text, and others of which no warning is wanted when they are written.
@@ -54,7 +49,6 @@ class TokenDecoder:
         constraints: The processors that are no warpers, between `fuse` and `settle`.
         runs_primary: Whether the primary runs here, where it is needed, instead of in the decoding loop at every step.
         keep_rows: Whether to keep the rows of `scores` and `logits` that `generate` returns.
-        own_prompts: What members read in place of the text of the prompt ids.
         recorder: What records the decisions; None if nothing does.
         max_new_tokens: Most ids that a row can take, where that is known.
 
@@ -66,10 +60,8 @@ class TokenDecoder:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        call: Call,
         method: TokenMethod,
-        config: MethodConfig,
-        weights: StepWeights,
         prompt_ids: Tensor,
         prompt_mask: Tensor | None,
         end_ids: Collection[int],
@@ -78,34 +70,16 @@ class TokenDecoder:
         constraints: Sequence[LogitsProcessor] = (),
         runs_primary: bool = False,
         keep_rows: bool = False,
-        own_prompts: OwnPrompts | None = None,
         recorder: DecisionRecorder | None = None,
         max_new_tokens: int = 0,
     ):
-        self.members = list(members)
-        self.method = method
-        gate = config.gate_rule
-        self._step = FusedStep(
-            members,
-            method,
-            is_wide=is_wide,
-            gate=gate,
-            draws_one=config.draws_one,
-        )
+        self.call, self.members, self.method = call, call.members, method
+        gate = call.config.gate_rule
+        self._step = FusedStep(call.members, method, is_wide=is_wide, gate=gate, draws_one=call.config.draws_one)
         self.is_wide = self._step.is_wide
-        self._method_name = config.name
-        self._weights = weights
-        participants = weights.participants if gate is None else weights.participants | {gate[0]}
+        participants = call.weights.participants | ({gate[0]} if gate else set())
         self.rows = LiveRows(
-            members,
-            participants,
-            method.resync,
-            prompt_ids,
-            prompt_mask,
-            own_prompts,
-            runs_primary,
-            max_new_tokens,
-            end_ids,
+            call, participants, method.resync, prompt_ids, prompt_mask, end_ids, runs_primary, max_new_tokens
         )
         self._max_new = max_new_tokens
         self._keeps_rows = keep_rows
@@ -114,9 +88,9 @@ class TokenDecoder:
         self._raised = RaisedIds(constraints)
         self.logits_rows: list[Tensor] = []
         self.scores_rows: list[Tensor] = []
-        self._width = members[0].vocab_size
+        self._width = call.members[0].vocab_size
         self._input_ids = prompt_ids
-        self._entries = [_Entry() for _ in prompt_ids]
+        self._entries = [_Entry() for _ in range(len(prompt_ids))]
         self._num_primary_forwards = 0
         self._num_decided = [0] * len(prompt_ids)
         self._num_ensembled = [0] * len(prompt_ids)
@@ -166,7 +140,7 @@ class TokenDecoder:
         if live and len(self._queued) == len(live):
             return scores
         self.rows.begin(scores.float())
-        weights = self._weights.at(self.rows.num_steps, self._input_ids)
+        weights = self.call.weights.at(self.rows.num_steps, self._input_ids)
         deciding = [row for row in live if not self._entries[row].to_write]
         fused = self._step.run(self.rows, weights, deciding, self.is_constrained)
         for row in deciding:
@@ -275,7 +249,7 @@ class TokenDecoder:
         has_none = (scores.amax(-1) == -torch.inf).view(-1, num_beams).all(-1)
         if bool(has_none.any()):
             row = int(has_none.nonzero()[0, 0]) * num_beams
-            raise messages.nothing_left(self._method_name, self.rows.where(row))
+            raise messages.nothing_left(self.call.config.name, self.rows.where(row))
 
     def _check_members(self, is_not_finite: Sequence[int]) -> None:
         """Raise if a member's logits are not finite in a live row. The flags are row by row, a member each."""
@@ -315,7 +289,7 @@ class TokenDecoder:
         self._check_members(host[4 * batch_size :])
         for row in self.rows.live:
             if is_empty[row]:
-                raise messages.nothing_left(self._method_name, self.rows.where(row))
+                raise messages.nothing_left(self.call.config.name, self.rows.where(row))
         self._is_empty = self._is_not_finite = None
         self.rows.num_steps += 1
         for row in self.rows.live:
@@ -336,7 +310,7 @@ class TokenDecoder:
         """Whether who is needed at the next step is known before it, and there is one, so many steps from now."""
         return (
             self._step.follows_weights
-            and not self._weights.varies
+            and not self.call.weights.varies
             and self.rows.is_expanded
             and self.rows.num_steps + num_more < self._max_new
         )

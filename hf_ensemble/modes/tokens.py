@@ -57,10 +57,8 @@ class TokenMode(Mode):
                 method.reads_first_ids,
             )
         self._decoder = TokenDecoder(
-            call.members,
+            call,
             method,
-            call.config,
-            call.weights,
             prompt_ids,
             prompt_mask,
             end_ids(settings),
@@ -68,7 +66,6 @@ class TokenMode(Mode):
             constraints=constraints,
             runs_primary=self._primary_can_wait(settings, method),
             keep_rows=bool(settings.return_dict_in_generate and (settings.output_logits or settings.output_scores)),
-            own_prompts=call.own_prompts,
             recorder=self.recorder,
             max_new_tokens=settings.max_length - prompt_ids.shape[1],
         )
