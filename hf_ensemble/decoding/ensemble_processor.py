@@ -8,7 +8,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from ..config import MethodConfig, method_config
 from ..errors import ConfigurationError
 from ..members.member import Member
-from ..messages import wrong_count
+from ..messages import nothing_left, wrong_count
 from ..vocabulary.union import UnionVocabulary
 from .call import Call
 from .kept import Kept
@@ -79,7 +79,12 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         # Whether these are logits or log-probabilities (as in beam search) shows in their own normalizer only.
         fused = self._decoder.fuse(scores, normalize=False) + scores.float().logsumexp(-1, keepdim=True)
         self._decoder.check_finite()
-        return self._decoder.settle(input_ids, fused.masked_fill(is_banned, -torch.inf))  # type: ignore[return-value]
+        settled = self._decoder.settle(input_ids, fused.masked_fill(is_banned, -torch.inf))
+        # A row that arrives without any candidate, as that of a dead beam may, leaves as it came.
+        is_lost = (settled == -torch.inf).all(-1) & ~is_banned.all(-1)
+        if bool(is_lost.any()):
+            raise nothing_left(self._config.name, self._decoder.rows.where(int(is_lost.nonzero()[0, 0])))
+        return settled  # type: ignore[return-value]
 
     def reset(self) -> None:
         """Forget the rows, so that the next call starts a new generation even if it continues the last one's ids."""

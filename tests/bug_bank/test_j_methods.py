@@ -9,7 +9,7 @@
 import pytest
 import torch
 
-from hf_ensemble import DeepenConfig, GacConfig, MemberError, SweetSpanConfig, UniteConfig
+from hf_ensemble import DeepenConfig, EnsembleLogitsProcessor, GacConfig, MemberError, SweetSpanConfig, UniteConfig
 from hf_ensemble.config import method_config
 from tests import tiny
 from tests.contracts import CORE_RECIPES, padded, prompt_rows, run
@@ -91,6 +91,16 @@ def test_where_only_that_is_proposed_nothing_is_left(method, options):
         ensemble.generate(torch.tensor([[start]]), max_new_tokens=2, weights=[0, 1], **options)
     with pytest.raises(MemberError, match=rf"nothing is left.*step 1.*{method.name}"):
         ensemble.score(["a"], ["aa"], weights=[0, 1])
+
+
+@pytest.mark.parametrize("method", ONLY_THAT, ids=str)
+def test_a_plain_processor_says_so_too(method):
+    ensemble, start = wants_what_the_primary_lacks(method)
+    processor = EnsembleLogitsProcessor(list(ensemble.members), ensemble.tokenizers, method, [0, 1])
+    with pytest.raises(MemberError, match=rf"nothing is left.*row 0 at step 1.*{method.name}"):
+        ensemble.members[0].generate(
+            torch.tensor([[start]]), logits_processor=[processor], max_new_tokens=2, do_sample=False
+        )
 
 
 @pytest.mark.parametrize("method", ONLY_THAT, ids=str)
