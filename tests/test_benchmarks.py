@@ -91,6 +91,7 @@ def test_gates(members, run):
 @pytest.mark.slow
 def test_large_members(members, run, tmp_path):
     """Also after a prompt that is longer than the text which is repeated."""
+    pytest.importorskip("matplotlib")
     plot = tmp_path / "plot.svg"
     options = ["--members", "tiny", "tiny-qwen", "--devices", "cpu", "--prompt", 8, "--new-tokens", 2, "--turns", 1]
     options += ["--batches", 2, "--lengths", 300, "--methods", "unite", "gac", "--plot", plot]

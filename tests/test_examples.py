@@ -118,6 +118,7 @@ def test_evaluation_sets(members, run, tmp_path):
 @pytest.mark.slow
 def test_evaluation_sets_stop_in_time_and_go_on(members, monkeypatch, capsys, tmp_path):
     """All configurations, on reasoned answers, whose limit is their own."""
+    pytest.importorskip("matplotlib")
     records = [{"question": "1 + 1?", "answer": "2"}, {"question": "2 + 2?", "answer": "4"}]
     (tmp_path / "gsm8k_train300.jsonl").write_text("\n".join(map(json.dumps, records)), "utf-8")
     (tmp_path / "gsm8k_prompt.txt").write_text("Question: 0?\nLet's think step by step\n0", "utf-8")
