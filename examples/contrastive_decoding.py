@@ -5,9 +5,8 @@ python examples/contrastive_decoding.py --expert LARGE --amateur SMALL
 """
 
 import argparse
-import sys
 
-from demo_models import DemoModelError, demo_model_paths
+from demo_models import models_or_demo
 
 from hf_ensemble import EnsembleForCausalLM, GacConfig
 
@@ -23,13 +22,10 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=0.1, help="least share of the best entry's probability")
     parser.add_argument("--new-tokens", type=int, default=24)
     args = parser.parse_args()
-    try:
-        amateur, expert = (None, None) if args.expert and args.amateur else demo_model_paths()
-    except DemoModelError as error:
-        sys.exit(f"contrastive_decoding.py: {error}")
+    amateur, expert = models_or_demo([args.amateur, args.expert])
 
     ensemble = EnsembleForCausalLM.from_pretrained(
-        [args.expert or expert, args.amateur or amateur],
+        [expert, amateur],
         method=GacConfig(space="log", alpha=args.alpha),
         weights=[1 + args.strength, -args.strength],
         dtype="float32",

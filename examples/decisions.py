@@ -5,9 +5,8 @@ python examples/decisions.py --models A B --method unite --output page.html
 """
 
 import argparse
-import sys
 
-from demo_models import DemoModelError, demo_model_paths
+from demo_models import models_or_demo
 
 from hf_ensemble import EnsembleForCausalLM
 
@@ -22,12 +21,8 @@ def main() -> None:
     parser.add_argument("--output", default="decisions.html", help="the page to write")
     parser.add_argument("--new-tokens", type=int, default=48)
     args = parser.parse_args()
-    try:
-        models = args.models or demo_model_paths()
-    except DemoModelError as error:
-        sys.exit(f"decisions.py: {error}")
 
-    ensemble = EnsembleForCausalLM.from_pretrained(models, method=args.method, dtype="float32")
+    ensemble = EnsembleForCausalLM.from_pretrained(models_or_demo(args.models), method=args.method, dtype="float32")
     inputs = ensemble.tokenizer(PROMPTS, return_tensors="pt", padding=True)
     output = ensemble.generate(
         **inputs,

@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,6 +117,23 @@ def demo_model_paths(install: bool = False) -> tuple[Path, Path]:
             for model in missing:
                 _convert(model, folder)
     return paths
+
+
+def models_or_demo(models: Sequence[str | None] | None) -> list[str]:
+    """Return models that a command line names, and the demo models where it names none.
+
+    Ends the program, with a line that says why, where a demo model is needed and can't be had.
+
+    Args:
+        models: Ids or paths. `None` in a place stands for the demo model in this place, `None` alone for both.
+    """
+    asked = list(models or (None, None))
+    if None not in asked:
+        return [str(model) for model in asked]
+    try:
+        return [str(own or demo) for own, demo in zip(asked, demo_model_paths(), strict=True)]
+    except DemoModelError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
 
 def _is_ready(path: Path) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from demo_models import models_or_demo
 
 from hf_ensemble import DeepenConfig, EnsembleForCausalLM, SweetSpanConfig, UniteConfig
 from hf_ensemble.evaluation import Configuration, EvaluationSet, evaluate, read_set
@@ -72,12 +73,9 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, help="seconds")
     args = parser.parse_args()
 
-    models = args.models
-    if models is None:
-        from demo_models import demo_model_paths
-
-        models = [str(path) for path in demo_model_paths()]
-    ensemble = EnsembleForCausalLM.from_pretrained(models, dtype=args.dtype, device_map=args.device)
+    ensemble = EnsembleForCausalLM.from_pretrained(
+        models_or_demo(args.models), dtype=args.dtype, device_map=args.device
+    )
     where = (
         torch.cuda.get_device_name() if ensemble.device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     )

@@ -7,9 +7,8 @@ that nothing moves and the text is that of the base (Gemma-3-270M): a check of t
 """
 
 import argparse
-import sys
 
-from demo_models import DemoModelError, demo_model_paths
+from demo_models import models_or_demo
 
 from hf_ensemble import EnsembleForCausalLM, GacConfig
 
@@ -25,14 +24,10 @@ def main() -> None:
     parser.add_argument("--strength", type=float, default=1.0, help="how far to move")
     parser.add_argument("--new-tokens", type=int, default=24)
     args = parser.parse_args()
-    try:
-        demo_tuned, demo_base = (None, None) if args.base and args.tuned else demo_model_paths()
-    except DemoModelError as error:
-        sys.exit(f"proxy_tuning.py: {error}")
+    tuned, base = models_or_demo([args.tuned, args.base])
 
-    tuned = args.tuned or demo_tuned
     ensemble = EnsembleForCausalLM.from_pretrained(
-        [args.base or demo_base, tuned, args.untuned or tuned],
+        [base, tuned, args.untuned or tuned],
         method=GacConfig(space="log"),
         weights=[1, args.strength, -args.strength],
         dtype="float32",

@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from demo_models import DemoModelError, demo_model_paths
+from demo_models import models_or_demo
 
 from hf_ensemble import EnsembleForCausalLM
 
@@ -19,10 +19,7 @@ def main() -> None:
     """Print how each member and two kinds of ensemble go on."""
     parser = argparse.ArgumentParser(description="Decode with two models, alone and together.")
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="ids or paths, the primary first")
-    try:
-        models = parser.parse_args().models or demo_model_paths()
-    except DemoModelError as error:
-        sys.exit(f"quickstart.py: {error}")
+    models = models_or_demo(parser.parse_args().models)
 
     print("Loading both models and writing; on a slow CPU this takes half a minute.", flush=True)
     # bfloat16 halves what a step reads from memory, and that is what a step on a CPU waits for.

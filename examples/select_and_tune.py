@@ -13,7 +13,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from demo_models import DemoModelError, demo_model_paths
+from demo_models import models_or_demo
 
 from hf_ensemble import EnsembleForCausalLM, select_members, tune_method, weights_from_scores
 
@@ -28,22 +28,20 @@ def main() -> None:
     parser.add_argument("--max-gap", type=float, default=10.0, help="most points that a member may lie below the best")
     parser.add_argument("--state-file", help="where finished points of the search are kept")
     args = parser.parse_args()
-    try:
-        models = args.models or demo_model_paths()
-    except DemoModelError as error:
-        sys.exit(f"select_and_tune.py: {error}")
 
     with args.file.open(encoding="utf-8") as file:
         lines = [json.loads(line) for line in islice(file, args.limit)]
     examples = [{"prompt": line["prompt"], "reference": line["answers"]} for line in lines]
     options = {"max_new_tokens": args.max_new_tokens, "stop_strings": ["\n"]}
 
-    candidates = EnsembleForCausalLM.from_pretrained(models)
+    candidates = EnsembleForCausalLM.from_pretrained(models_or_demo(args.models))
     selection = select_members(candidates, examples, "contains", max_gap=args.max_gap, **options)
     responses = [row.responses for row in sorted(selection.table, key=lambda row: row.index)]
     print(f"{candidates.compatibility(responses=responses)}\n\n{selection}\n")
     if len(selection.indices) < 2:
         sys.exit("Nobody but the best was taken: there is nothing to tune.")
+    if max(selection.scores) == 0:
+        sys.exit("Nobody has answered anything right: there is nothing to weigh by.")
 
     ensemble = EnsembleForCausalLM.from_members(
         [candidates.members[i] for i in selection.indices],

@@ -8,13 +8,12 @@ a token, prompts one at a time. Finished points are kept in a file, one JSON lin
         [--short-answers trivia.jsonl trivia_prompt.txt] [--reasoning maths.jsonl maths_prompt.txt]
 
 A set is a file of JSON lines with `question` and `answer` (one, or a list of right ones), and a file of worked examples
-that begin with "Question:" and are put before each question. With no set, what the file holds is drawn.
+that begin with "Question:" and are put before each question. With no set, what the file holds is printed and drawn.
 """
 
 import argparse
 import json
-import re
-import string
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,58 +21,32 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from demo_models import models_or_demo
 from tqdm import tqdm
 
 from hf_ensemble import EnsembleForCausalLM, SweetSpanConfig
+from hf_ensemble.evaluation import EvaluationSet, read_set
 
 NUM_TIMED_PROMPTS, NUM_TIMED_TOKENS = 4, 64
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 class Kind(NamedTuple):
     """How the questions of a set are asked and marked."""
 
     title: str
+    marking: str
     cue: str
     """Between a question and its answer."""
     max_new_tokens: int
-    is_right: Callable[[str, list[str]], bool]
+
+    def read(self, data: Path, worked_examples: Path, count: int) -> EvaluationSet:
+        """Read the first questions of a set."""
+        options = {"cue": self.cue, "marking": self.marking, "limit": count}
+        return read_set(data, name=self.title, worked_examples=worked_examples, **options)
 
 
-def _normalized(answer: str) -> str:
-    words = answer.lower().translate(str.maketrans("", "", string.punctuation)).split()
-    return " ".join(word for word in words if word not in ("a", "an", "the"))
-
-
-def is_exact(text: str, answers: list[str]) -> bool:
-    """Whether the first line is an answer, up to case, punctuation and articles."""
-    first_line = text.strip().partition("\n")[0]
-    return _normalized(first_line) in map(_normalized, answers)
-
-
-def has_number(text: str, answers: list[str]) -> bool:
-    """Whether the last number of the text is that of an answer."""
-    found = NUMBER.findall(text)
-    wanted = {float(NUMBER.findall(answer)[-1].replace(",", "")) for answer in answers}
-    return bool(found) and float(found[-1].replace(",", "")) in wanted
-
-
-SHORT = Kind("short answers", "\nAnswer:", 32, is_exact)
-REASONING = Kind("reasoning", "\nLet's think step by step\n", 256, has_number)
-
-
-def read_set(data: Path, worked_examples: Path, kind: Kind, count: int) -> list[tuple[str, list[str]]]:
-    """Prompts and their right answers."""
-    head = worked_examples.read_text("utf-8").rstrip()
-    between = re.findall(r"\n+(?=Question:)", head)[-1]
-    questions = map(json.loads, data.read_text("utf-8").splitlines()[:count])
-    return [
-        (
-            f"{head}{between}Question: {item['question']}{kind.cue}",
-            [item["answer"]] if isinstance(item["answer"], str) else item["answer"],
-        )
-        for item in questions
-    ]
+SHORT = Kind("short answers", "text", "\nAnswer:", 32)
+REASONING = Kind("reasoning", "number", "\nLet's think step by step\n", 256)
 
 
 class Writer(NamedTuple):
@@ -91,23 +64,22 @@ class Writer(NamedTuple):
         return output[:, inputs.input_ids.shape[1] :]
 
 
-def quality(writer: Writer, kind: Kind, examples: list[tuple[str, list[str]]], batch_size: int) -> dict:
+def quality(writer: Writer, kind: Kind, examples: EvaluationSet, batch_size: int) -> dict:
     num_right, texts = 0, []
-    for start in range(0, len(examples), batch_size):
-        prompts, answers = zip(*examples[start : start + batch_size], strict=True)
-        stop = {"stop_strings": ["\n\n", "Question:"], "tokenizer": writer.tokenizer}
-        new_ids = writer.write(list(prompts), max_new_tokens=kind.max_new_tokens, **stop)
-        for ids, right in zip(new_ids, answers, strict=True):
-            text = writer.tokenizer.decode(ids, skip_special_tokens=True).partition("Question:")[0]
-            num_right += kind.is_right(text, right)
-            texts.append(text)
-    return {"right": num_right, "of": len(examples), "texts": texts}
+    stop = {"stop_strings": examples.stop_strings, "tokenizer": writer.tokenizer}
+    for start in range(0, len(examples.items), batch_size):
+        items = examples.items[start : start + batch_size]
+        new_ids = writer.write([item.prompt for item in items], max_new_tokens=kind.max_new_tokens, **stop)
+        for ids, item in zip(new_ids, items, strict=True):
+            texts.append(writer.tokenizer.decode(ids, skip_special_tokens=True))
+            num_right += examples.is_right(texts[-1], item)
+    return {"right": num_right, "of": len(examples.items), "texts": texts}
 
 
-def time_of_a_token(writer: Writer, examples: list[tuple[str, list[str]]]) -> dict:
+def time_of_a_token(writer: Writer, examples: EvaluationSet) -> dict:
     """Milliseconds of one of the writer's own tokens, the reading of the prompt included."""
     options = {"max_new_tokens": NUM_TIMED_TOKENS, "min_new_tokens": NUM_TIMED_TOKENS}
-    prompts = [prompt for prompt, _ in examples[:NUM_TIMED_PROMPTS]]
+    prompts = [item.prompt for item in examples.items[:NUM_TIMED_PROMPTS]]
     writer.write(prompts[:1], max_new_tokens=8)
     start = time.perf_counter()
     for prompt in prompts:
@@ -171,11 +143,7 @@ def _value_and_error(point: dict) -> tuple[float, float]:
 
 
 def measure_all(args: argparse.Namespace) -> None:
-    models = args.models
-    if models is None:
-        from demo_models import demo_model_paths
-
-        models = [str(path) for path in demo_model_paths()]
+    models = models_or_demo(args.models)
     ensemble = EnsembleForCausalLM.from_pretrained(models, dtype=torch.float32, device_map=args.device)
     where = torch.cuda.get_device_name() if ensemble.device.type == "cuda" else f"{torch.get_num_threads()} threads"
     # A point is measured once with the same models, sets and machine.
@@ -190,7 +158,7 @@ def measure_all(args: argparse.Namespace) -> None:
         writers.append(({"span_length": length}, Writer(ensemble, ensemble.tokenizer, options)))
 
     sets = [
-        (kind, read_set(*paths, kind, args.num_examples))
+        (kind, kind.read(*paths, args.num_examples))
         for kind, paths in ((SHORT, args.short_answers), (REASONING, args.reasoning))
         if paths
     ]
@@ -203,7 +171,7 @@ def measure_all(args: argparse.Namespace) -> None:
             )
     if "quality" in args.measures:
         for (kind, examples), (who, writer) in ((s, w) for s in sets for w in writers):
-            point = {"measures": kind.title, **who, "of": len(examples), **same}
+            point = {"measures": kind.title, **who, "of": len(examples.items), **same}
             points.append(
                 (point, lambda w=writer, k=kind, e=examples: {**quality(w, k, e, args.batch_size), **setting})
             )
@@ -226,6 +194,8 @@ def main() -> None:
     if args.short_answers or args.reasoning:
         measure_all(args)
     points = read_points(args.results)
+    if not points:
+        sys.exit(f"span_lengths.py: {args.results} holds no points: give a set with --short-answers or --reasoning")
     for point in points:
         value, error = _value_and_error(point)
         who = point.get("member") or f"L = {point['span_length']}"

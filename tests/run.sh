@@ -134,7 +134,7 @@ if ! $quick; then
     # What is slow, other methods beside GaC and spans, and what no version of transformers changes, is the same on both.
     tests "unit tests, oldest" $oldest/python "${unit[@]}" "$without and not real and not slow" -k "not (unite or deepen or mined or eva)" \
         --ignore=tests/evaluation --ignore=tests/methods --ignore=tests/vocabulary --ignore-glob="tests/test_reference*" \
-        --ignore=tests/choosing --ignore=tests/test_{docs,examples,mixing}.py "${few_of_oldest[@]}"
+        --ignore=tests/choosing --ignore=tests/test_{docs,examples,benchmarks,comparisons,mixing}.py "${few_of_oldest[@]}"
     tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not (unite or gemma or scripts)" "${few_real[@]}"
     tests "real and lm-eval, newest" $with_lm_eval/python "${real[@]}" "$without" tests/test_lm_eval.py
 fi

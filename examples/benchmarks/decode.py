@@ -8,26 +8,18 @@ at every step, and entries are mixed in Python dictionaries. Then the throughput
 """
 
 import argparse
-import platform
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
-import transformers
+from members import models_or_demo
+from report import medians, print_heads, print_row, quartiles, setting
+from texts import text_ids
 from tqdm import tqdm
-from turns import OwnLoop, TakeTurns, quartiles
+from turns import OwnLoop, TakeTurns
 
-import hf_ensemble
 from hf_ensemble import EnsembleForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-PROMPT = (
-    "The history of the city begins with a small settlement at the river. Over the centuries it grew, traded with its "
-    "neighbours, burned down twice and was built again, each time with wider streets."
-)
 UNEQUAL_PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a small village far away from the sea, there lived",
@@ -63,8 +55,7 @@ def time_lengths(ensemble: EnsembleForCausalLM, methods: list[str], lengths: lis
     # No EOS: what is measured is a step, however the text would end.
     settings = {"max_new_tokens": NUM_STEPS + 2, "do_sample": False, "eos_token_id": ensemble.tokenizer.unk_token_id}
     for length in lengths:
-        text = f"{PROMPT} " * (1 + length // 30)
-        prompt = ensemble.tokenizer(text, return_tensors="pt").input_ids[:, :length].to(ensemble.device)
+        prompt = text_ids(ensemble.tokenizer, length)[None].to(ensemble.device)
         prompts = [prompt, *(t(ensemble.tokenizer.decode(prompt[0]), return_tensors="pt").input_ids
                              for t in ensemble.tokenizers[1:])]  # fmt: skip
         for method in methods:
@@ -85,21 +76,17 @@ def time_lengths(ensemble: EnsembleForCausalLM, methods: list[str], lengths: lis
             primary_step = statistics.median(o[0] for o in own)
             naive = [naive_step(ensemble, output, primary_step) for _ in range(naive_repeats)]
             rows.append((method, length, own, fused, ratios, statistics.median(naive)))
-    print(
-        "\n| method | tokens before | own steps, ms | sum, ms | fused step, ms | ratio to sum, median (quartiles) | naive, ms |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    print_heads(
+        "method", "tokens before", "own steps, ms", "sum, ms", "fused step, ms", "ratio to sum, median (quartiles)", "naive, ms"
+    )  # fmt: skip
     for method, length, own, fused, ratios, naive in rows:
-        each = " + ".join(f"{1e3 * statistics.median(values):.1f}" for values in zip(*own, strict=True))
-        total = 1e3 * statistics.median(map(sum, own))
-        step = 1e3 * statistics.median(fused)
-        print(
-            f"| {method} | {length} | {each} | {total:.1f} | {step:.1f} | {quartiles(ratios, 3)} | {1e3 * naive:.0f} |"
-        )
+        total = f"{1e3 * statistics.median(map(sum, own)):.1f}"
+        step = f"{1e3 * statistics.median(fused):.1f}"
+        print_row(method, length, medians(own), total, step, quartiles(ratios, 3), f"{1e3 * naive:.0f}")
 
 
 def time_batch(ensemble: EnsembleForCausalLM, methods: list[str], repeats: int, new_tokens: int = 32) -> None:
-    print("\n| method | batch | tokens a second, median (quartiles) | to batch 1 |\n|---|---|---|---|")
+    print_heads("method", "batch", "tokens a second, median (quartiles)", "to batch 1")
     end = {"eos_token_id": ensemble.tokenizer.unk_token_id}
     for method in methods:
         rates: dict[int, list[float]] = {1: [], len(UNEQUAL_PROMPTS): []}
@@ -112,7 +99,7 @@ def time_batch(ensemble: EnsembleForCausalLM, methods: list[str], repeats: int, 
                 values.append(size * new_tokens / (time.perf_counter() - start))
         one = statistics.median(rates[1])
         for size, values in rates.items():
-            print(f"| {method} | {size} | {quartiles(values, 3)} | {statistics.median(values) / one:.2f} |")
+            print_row(method, size, quartiles(values, 3), f"{statistics.median(values) / one:.2f}")
 
 
 def main() -> None:
@@ -123,16 +110,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="runs of the batches, and of the naive step")
     parser.add_argument("--skip-batch", action="store_true")
     args = parser.parse_args()
-    models = args.models
-    if models is None:
-        from demo_models import demo_model_paths
-
-        models = [str(path) for path in demo_model_paths()]
-    ensemble = EnsembleForCausalLM.from_pretrained(models, dtype=torch.float32)
-    print(
-        f"hf_ensemble {hf_ensemble.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads, {platform.machine()}, float32"
-    )
+    ensemble = EnsembleForCausalLM.from_pretrained(models_or_demo(args.models), dtype=torch.float32)
+    print(setting(ensemble.device, "float32"))
     time_lengths(ensemble, args.methods, args.at, args.repeats)
     if not args.skip_batch:
         time_batch(ensemble, args.methods, args.repeats)

@@ -13,26 +13,23 @@ Distances are total variation: half the sum of absolute differences.
 
 import argparse
 import copy
+import functools
 import itertools
-import platform
 import statistics
-import sys
-import time
 from pathlib import Path
 
 import torch
-import transformers
+from measure import Peak, seconds_of
+from members import models_or_demo
+from report import milliseconds, print_heads, print_row, setting
 from torch import nn
 from transformers import AutoTokenizer
-from turns import TakeTurns, quartiles
+from turns import TakeTurns
 
-import hf_ensemble
 from hf_ensemble import AnchorTokens, DeepenConfig, EnsembleForCausalLM, GacConfig, UnionVocabulary
 from hf_ensemble.methods.captured import CapturedMix
 from hf_ensemble.methods.deepen import Deepen
 from hf_ensemble.methods.gac import Gac
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 PROMPTS = (
     "The capital of France is",
@@ -47,40 +44,12 @@ PROMPTS = (
 FEW = 4096
 EXACT = 1024
 """Anchors with which all ids of the demo models are compared: more would take minutes."""
+NUM_WARM_UP = 5
+"""Steps of the mixing alone that are not counted."""
 
 
 def configs() -> dict[str, GacConfig | DeepenConfig]:
     return {"gac": GacConfig(), f"deepen, {FEW} anchors": DeepenConfig(num_anchors=FEW), "deepen, all": DeepenConfig()}
-
-
-def milliseconds(seconds: list[float]) -> str:
-    return quartiles([1e3 * value for value in seconds], 1)
-
-
-# --- Memory ---------------------------------------------------------------------------------------------------------
-
-
-class Peak:
-    """MiB by which the peak of the memory rises above what is in use now: of the GPU, or of the process (Linux)."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
-            Path("/proc/self/clear_refs").write_text("5")
-        self.start = self._used("VmRSS")
-
-    def mib(self) -> float:
-        return (self._used("VmHWM") - self.start) / 2**20
-
-    def _used(self, line: str) -> float:
-        if self.device.type == "cuda":
-            peak = line == "VmHWM"
-            return torch.cuda.max_memory_allocated(self.device) if peak else torch.cuda.memory_allocated(self.device)
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024.0 * int(next(one for one in lines if one.startswith(line)).split()[1])
 
 
 # --- Whole steps ----------------------------------------------------------------------------------------------------
@@ -90,7 +59,7 @@ def time_steps(ensemble: EnsembleForCausalLM, new_tokens: int, rounds: int) -> N
     """Decode by turns with each method and print a step of each."""
     inputs = ensemble.tokenizer(PROMPTS[1], return_tensors="pt").to(ensemble.device)
     # No EOS: what is measured is a step, however the text would end.
-    settings = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": ensemble.tokenizer.unk_token_id}
+    settings = {"max_new_tokens": 1 + new_tokens, "do_sample": False, "eos_token_id": ensemble.tokenizer.unk_token_id}
     first: dict[str, list[float]] = {name: [] for name in configs()}
     later: dict[str, list[float]] = {name: [] for name in configs()}
     peaks: dict[str, float] = {}
@@ -99,20 +68,18 @@ def time_steps(ensemble: EnsembleForCausalLM, new_tokens: int, rounds: int) -> N
         for name, config in configs().items():
             for method in ensemble._kept.methods.values():
                 method.forget()
-            peak = Peak(ensemble.device)
+            peak = Peak([ensemble.device])
             turns = TakeTurns([])
             ensemble.generate(**inputs, **settings, method=config, stopping_criteria=[turns])
             first[name].append(turns.fused[0])
             later[name] += turns.fused[1:]
-            peaks[name] = max(peak.mib(), peaks.get(name, 0.0))
-    print(
-        "\n| method | step, ms, median (quartiles) | to GaC | first step, ms | peak above before, MiB |\n|---|---|---|---|---|"
-    )
+            peaks[name] = max(peak.mib_above_start(), peaks.get(name, 0.0))
+    print_heads("method", "step, ms, median (quartiles)", "to GaC", "first step, ms", "peak above before, MiB")
     gac = statistics.median(later["gac"])
     for name, values in later.items():
         ratio = statistics.median(values) / gac
         start = 1e3 * statistics.median(first[name])
-        print(f"| {name} | {milliseconds(values)} | {ratio:.2f} | {start:.0f} | {peaks[name]:.0f} |", flush=True)
+        print_row(name, milliseconds(values), f"{ratio:.2f}", f"{start:.0f}", f"{peaks[name]:.0f}")
 
 
 # --- Distances ------------------------------------------------------------------------------------------------------
@@ -130,10 +97,10 @@ def method_of(models, tokenizers, config: DeepenConfig) -> Deepen:
     return Deepen(union, eos_ids, models[0].device, [model.get_input_embeddings() for model in models], config)
 
 
-def describe(found: torch.Tensor, expected: torch.Tensor) -> str:
+def describe(found: torch.Tensor, expected: torch.Tensor) -> tuple[str, str, str]:
     distance = (found - expected).abs().sum(-1) / 2
     same = int((found.argmax(-1) == expected.argmax(-1)).sum())
-    return f"{distance.median():.4f} | {distance.max():.4f} | {same} of {len(found)}"
+    return f"{distance.median():.4f}", f"{distance.max():.4f}", f"{same} of {len(found)}"
 
 
 def mixed(models, tokenizers, logits, config: DeepenConfig) -> torch.Tensor:
@@ -144,17 +111,17 @@ def mixed(models, tokenizers, logits, config: DeepenConfig) -> torch.Tensor:
 @torch.no_grad()
 def show_support(ensemble: EnsembleForCausalLM, supports=(64, 512, 2048)) -> None:
     logits = [last_logits(*pair) for pair in zip(ensemble.members, ensemble.tokenizers, strict=True)]
-    print(f"\n{EXACT} anchors, {len(PROMPTS)} prompts, beside `support=None`:\n")
-    print("| support | distance, median | greatest | same best token |\n|---|---|---|---|")
+    print(f"\n{EXACT} anchors, {len(PROMPTS)} prompts, beside `support=None`:")
+    print_heads("support", "distance, median", "greatest", "same best token")
     exact = None
     for support in (None, *supports):
         config = DeepenConfig(num_anchors=EXACT, support=support)
         found = mixed(ensemble.members, ensemble.tokenizers, logits, config)
         if exact is None:
             exact = found
-            print(f"| the primary alone | {describe(logits[0].softmax(-1), exact)} |", flush=True)
+            print_row("the primary alone", *describe(logits[0].softmax(-1), exact))
         else:
-            print(f"| {support} | {describe(found, exact)} |", flush=True)
+            print_row(support, *describe(found, exact))
 
 
 @torch.no_grad()
@@ -166,12 +133,12 @@ def show_average(model, tokenizer) -> None:
     logits = [last_logits(one, tokenizer) for one in models]
     probs = [one.softmax(-1) for one in logits]
     average = (probs[0] + probs[1]) / 2
-    print("\nTwo members with one vocabulary, beside their plain average:\n")
-    print("| | distance, median | greatest | same best token |\n|---|---|---|---|")
-    print(f"| the primary alone | {describe(probs[0], average)} |")
+    print("\nTwo members with one vocabulary, beside their plain average:")
+    print_heads("", "distance, median", "greatest", "same best token")
+    print_row("the primary alone", *describe(probs[0], average))
     for num_anchors, variant in itertools.product((FEW, None), ("released", "paper")):
         found = mixed(models, tokenizers, logits, DeepenConfig(num_anchors=num_anchors, variant=variant))
-        print(f"| {variant}, {num_anchors or 'all'} anchors | {describe(found, average)} |", flush=True)
+        print_row(f"{variant}, {num_anchors or 'all'} anchors", *describe(found, average))
 
 
 # --- The mixing alone -----------------------------------------------------------------------------------------------
@@ -204,34 +171,32 @@ def time_mixing(folders: list[str], width: int, dtype: torch.dtype, device: torc
             logits[:, order.roll(-at * half)[: 2 * half]] += 30
         return rows
 
-    def step(mix, logits) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        mix(logits, weights)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
     common = AnchorTokens(union).num_common
-    print(f"\nvocabularies {sizes}, {common:,} common entries, embeddings {width} wide in {dtype}\n")
-    print("| method | rows | mixing, ms, median (quartiles) | above GaC, ms | peak above the embeddings, MiB |")
-    print("|---|---|---|---|---|")
+    print(f"\nvocabularies {sizes}, {common:,} common entries, embeddings {width} wide in {dtype}")
+    print_heads(
+        "method", "rows", "mixing, ms, median (quartiles)", "above GaC, ms", "peak above the embeddings, MiB"
+    )  # fmt: skip
     gac = 0.0
     for name, config in configs().items():
         new_logits()
-        peak = Peak(device)
+        peak = Peak([device])
         is_gac = isinstance(config, GacConfig)
         method = Gac(union, eos_ids, device) if is_gac else Deepen(union, eos_ids, device, embeddings, config)
         mix = CapturedMix(method)
-        new = [step(mix, new_logits()) for _ in range(repeats)][5:]
-        half = [step(mix, half_new_logits(at)) for at in range(repeats)][5:]
+
         same = new_logits()
-        kept = [step(mix, same) for _ in range(repeats)][5:]
+        new, half, kept = (
+            [seconds_of(functools.partial(mix, logits, weights)) for logits in steps][NUM_WARM_UP:]
+            for steps in (
+                (new_logits() for _ in range(NUM_WARM_UP + repeats)),
+                (half_new_logits(at) for at in range(NUM_WARM_UP + repeats)),
+                itertools.repeat(same, NUM_WARM_UP + repeats),
+            )
+        )
         gac = gac or statistics.median(new)
         for rows, values in (("new", new), ("half", half), ("kept", kept))[: 1 if is_gac else 3]:
             above = 1e3 * (statistics.median(values) - gac)
-            print(f"| {name} | {rows} | {milliseconds(values)} | {above:.1f} | {peak.mib():.0f} |", flush=True)
+            print_row(name, rows, milliseconds(values), f"{above:.1f}", f"{peak.mib_above_start():.0f}")
         del method, mix
 
 
@@ -242,25 +207,17 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096, help="of the random embeddings")
     parser.add_argument("--dtype", default="bfloat16", help="of the random embeddings")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--new-tokens", type=int, default=40)
+    parser.add_argument("--new-tokens", type=int, default=39, help="steps after the first of a text")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=40, help="steps of the mixing alone")
+    parser.add_argument("--repeats", type=int, default=35, help="steps of the mixing alone")
     parser.add_argument("--skip-distances", action="store_true")
     args = parser.parse_args()
     device = torch.device(args.device)
-    print(
-        f"{torch.cuda.get_device_name() if device.type == 'cuda' else platform.machine()}, "
-        f"hf_ensemble {hf_ensemble.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads"
-    )
+    print(setting(device))
     if args.tokenizers:
         time_mixing(args.tokenizers, args.width, getattr(torch, args.dtype), device, args.repeats)
         return
-    models = args.models
-    if models is None:
-        from demo_models import demo_model_paths
-
-        models = [str(path) for path in demo_model_paths()]
+    models = models_or_demo(args.models)
     ensemble = EnsembleForCausalLM.from_pretrained(models, dtype=torch.float32, device_map=args.device)
     common = AnchorTokens(ensemble.union_vocabulary).num_common
     print(f"{' + '.join(Path(path).name for path in models)}: {common:,} common entries")

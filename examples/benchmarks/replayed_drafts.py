@@ -6,18 +6,22 @@ real text is replayed, and of every draft as many entries are made right as were
 members' checks, mixing, choosing, rolling back. Plain decoding and drafts take turns.
 
     python examples/benchmarks/replayed_drafts.py acceptance.json --tokenizer FOLDER_OF_LLAMA3
+
+With `--members tiny tiny-qwen --device cpu` it runs without a GPU, to show that it does.
 """
 
 import argparse
 import itertools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import transformers
-from large_members import TEXT, load, time_ensemble
-from turns import quartiles
+from large_members import ReplayingEnsemble, time_ensemble
+from members import SHAPES, random_members
+from report import milliseconds, print_heads, print_row, quartiles, setting
+from texts import text_ids
 
 import hf_ensemble
 from hf_ensemble.decoding.speculation.decoder import SpeculativeDecoder
@@ -36,13 +40,17 @@ def outcomes(path: Path, method: str, drafter: str | None) -> list[bool]:
     return kept
 
 
+NUM_BEYOND = 64
+"""Ids of the text after the last new one: a draft may reach beyond it."""
+
+
 class ReplayedDecoder(SpeculativeDecoder):
     """Chooses the ids of a text, whatever the scores; drafts are them too, as far as the recorded outcomes say."""
 
     outcomes: Iterator[bool]
     text_ids: list[int]
     there: torch.Tensor
-    """The same ids on the GPU."""
+    """The same ids on the device of the ensemble."""
     prompt_length: int
     drafted_at = -1
     are_kept: list[bool]
@@ -82,46 +90,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("acceptance", type=Path)
     parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--members", nargs=2, default=["8B", "1B"], choices=SHAPES, help="the second drafts")
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--drafter", help="take the recorded drafts of this member only")
     parser.add_argument("--methods", nargs="+", default=["unite", "gac"])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
-    ensemble = load(["8B", "1B"], ["cuda:0"], [args.tokenizer] * 2)
-    text_ids = ensemble.tokenizer(TEXT).input_ids
-    ReplayedDecoder.text_ids = text_ids
-    ReplayedDecoder.there = torch.tensor(text_ids, device=ensemble.device)
+    recorded = {method: outcomes(args.acceptance, method, args.drafter) for method in args.methods}
+    for method, kept in recorded.items():
+        if not any(kept):
+            sys.exit(
+                f"replayed_drafts.py: {args.acceptance} has no kept draft of a member for {method!r}: record some"
+            )
+    ensemble = random_members(args.members, [args.tokenizer] * 2, [args.device], ReplayingEnsemble)
+    text = text_ids(ensemble.tokenizer, args.prompt + args.new_tokens + NUM_BEYOND)
+    ReplayedDecoder.text_ids = text.tolist()
+    ReplayedDecoder.there = text.to(ensemble.device)
     ReplayedDecoder.prompt_length = args.prompt
-    hf_ensemble.model.SpeculativeDecoder = ReplayedDecoder
-    drafter = ensemble._members[1].name
-    prompt = torch.tensor([text_ids[: args.prompt]], device=ensemble.device)
-    print(
-        f"{torch.cuda.get_device_name()}, hf_ensemble {hf_ensemble.__version__}, transformers {transformers.__version__}, "
-        f"torch {torch.__version__}, bfloat16, prompt {args.prompt}, {args.new_tokens} new tokens, {args.turns} turns"
-    )
-    print(
-        "\n| method | share of drafted entries kept | plain, ms a token | with drafts, ms a token | written a round | plain "
-        "to drafts |\n|---|---|---|---|---|---|"
-    )
+    hf_ensemble.modes.drafts.SpeculativeDecoder = ReplayedDecoder
+    drafter = ensemble.config.members[1].name
+    prompt = text[None, : args.prompt].to(ensemble.device)
+    details = "bfloat16", f"prompt {args.prompt}", f"{args.new_tokens} new tokens", f"{args.turns} turns"
+    print(setting(ensemble.device, *details))
+    print_heads(
+        "method", "share of drafted entries kept", "plain, ms a token", "with drafts, ms a token", "written a round",
+        "plain to drafts",
+    )  # fmt: skip
     for method in args.methods:
-        kept = outcomes(args.acceptance, method, args.drafter)
+        kept = recorded[method]
         ReplayedDecoder.outcomes = itertools.cycle(kept)
         plain, drafted, rounds = [], [], []
         for turn in range(args.turns + 1):
-            ensemble.text_ids = text_ids
+            ensemble.replayed_ids = text.tolist()
             without = time_ensemble(ensemble, prompt, args.new_tokens, method)
-            ensemble.text_ids = None  # the decoder itself replays, so that no processor looks at every position
+            ensemble.replayed_ids = None  # the decoder itself replays, so that no processor looks at every position
             with_drafts, output = time_drafts(ensemble, prompt, args.new_tokens, method, drafter)
             if turn:  # the first warms up
-                plain.append(1e3 * without)
-                drafted.append(1e3 * with_drafts)
+                plain.append(without)
+                drafted.append(with_drafts)
                 rounds.append(output.speculation.entries_per_round)
         ratios = [a / b for a, b in zip(plain, drafted, strict=True)]
-        print(
-            f"| {method} | {sum(kept) / len(kept):.2f} of {len(kept)} | {quartiles(plain, 2)} | {quartiles(drafted, 2)} | "
-            f"{sum(rounds) / len(rounds):.2f} | {quartiles(ratios, 2)} |"
-        )
+        print_row(
+            method, f"{sum(kept) / len(kept):.2f} of {len(kept)}", milliseconds(plain, 2), milliseconds(drafted, 2),
+            f"{sum(rounds) / len(rounds):.2f}", quartiles(ratios, 2),
+        )  # fmt: skip
 
 
 def time_drafts(ensemble, ids: torch.Tensor, new_tokens: int, method: str, drafter: str):

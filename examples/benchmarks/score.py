@@ -8,39 +8,25 @@ by itself and keeps its logits.
 """
 
 import argparse
-import platform
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
-import transformers
-from transformers import LogitsProcessor
+from members import models_or_demo
+from report import medians, print_heads, print_row, setting
+from texts import Replay, text_ids
 
-import hf_ensemble
 from hf_ensemble import EnsembleForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-TEXT = (
-    "The history of the city begins with a small settlement at the river. Over the centuries it grew, traded with its "
-    "neighbours, burned down twice and was built again, each time with wider streets. In 1874 the first railway came, "
-    "and with it came factories, crowded quarters and two newspapers, one of which is still printed today. "
-) * 20
+class ScoredReplay(Replay):
+    """Keeps the log-probabilities of the ids that it writes."""
 
-
-class Replay(LogitsProcessor):
-    """Writes a given text and keeps the log-probabilities of its ids."""
-
-    def __init__(self, ids: list[int], num_prompt_ids: int):
-        self.ids, self.num_prompt_ids, self.total = ids, num_prompt_ids, 0.0
+    total = 0.0
 
     def __call__(self, input_ids, scores):
-        target = self.ids[input_ids.shape[1] - self.num_prompt_ids]
-        self.total += float(scores.log_softmax(-1)[0, target])
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, target] = 0.0
+        forced = super().__call__(input_ids, scores)
+        self.total += float(scores.log_softmax(-1)[forced == 0].sum())
         return forced
 
 
@@ -62,7 +48,7 @@ def scored(ensemble: EnsembleForCausalLM, prompt: list[int], ids: list[int], met
 
 
 def replayed(ensemble: EnsembleForCausalLM, prompt: list[int], ids: list[int], method: str) -> tuple[float, float]:
-    replay = Replay(ids, len(prompt))
+    replay = ScoredReplay(ids, len(prompt))
     inputs = torch.tensor([prompt], device=ensemble.device)
     start = time.perf_counter()
     settings = {"max_new_tokens": len(ids), "min_new_tokens": None, "do_sample": False, "use_cache": True}
@@ -91,41 +77,29 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--naive-tokens", type=int, help="ids that the naive way takes; default: all")
     args = parser.parse_args()
-    models = args.models
-    if models is None:
-        from demo_models import demo_model_paths
-
-        models = demo_model_paths()
-    ensemble = EnsembleForCausalLM.from_pretrained([str(path) for path in models], dtype="float32")
-    whole = ensemble.tokenizer(TEXT)["input_ids"][: args.tokens + 8]
+    ensemble = EnsembleForCausalLM.from_pretrained(models_or_demo(args.models), dtype="float32")
+    whole = text_ids(ensemble.tokenizer, args.tokens + 8).tolist()
     prompt, ids = whole[:8], whole[8:]
+    few = ids[: args.naive_tokens]
     text = ensemble.tokenizer.decode(whole, skip_special_tokens=True)
-    num_naive = len(ids[: args.naive_tokens])
-    print(f"{len(ids)} ids after {len(prompt)}; hf_ensemble {hf_ensemble.__version__}, torch {torch.__version__}, "
-          f"transformers {transformers.__version__}, {platform.machine()}, {torch.get_num_threads()} threads; naive: {num_naive} ids; seconds", flush=True)  # fmt: skip
-    scored(ensemble, prompt, ids[:8], args.methods[0])
-    print(
-        f"{'method':8} {'alone':>15} {'sum':>7} {'score':>7} {'ratio':>6} {'naive':>7} {'forwards':>10} {'difference':>10}"
-    )
+    details = f"{len(ids)} ids after {len(prompt)}", f"naive: {len(few)} ids", f"{args.repeats} repeats"
+    print(setting(ensemble.device, *details))
+    print_heads("method", "alone, ms", "sum, ms", "score, ms", "ratio", "naive, ms", "forwards", "difference")
     for method in args.methods:
         scored(ensemble, prompt, ids[:8], method)
         alone, ours = [], []
         for _ in range(args.repeats):
             pairs = zip(ensemble.members, ensemble.tokenizers, strict=True)
             alone.append([own_forward(model, tokenizer, text) for model, tokenizer in pairs])
-            ours.append(scored(ensemble, prompt, ids, method))
-        few = ids[: args.naive_tokens]
+            ours.append(scored(ensemble, prompt, ids, method)[0])
         naive, total = replayed(ensemble, prompt, few, method)
         again = scored(ensemble, prompt, few, method)[1]
         difference = 0.0 if total == again else abs(total - again)  # both may be -inf
-        own = [statistics.median(column) for column in zip(*alone, strict=True)]
-        score = statistics.median(seconds for seconds, _ in ours)
-        forwards = count_forwards(ensemble, prompt, ids, method)
-        print(
-            f"{method:8} {' + '.join(f'{seconds:.2f}' for seconds in own):>15} {sum(own):7.2f} {score:7.2f} "
-            f"{score / sum(own):6.2f} {naive:7.2f} {'+'.join(map(str, forwards)):>10} {difference:10.1e}",
-            flush=True,
-        )
+        own, score = statistics.median(map(sum, alone)), statistics.median(ours)
+        print_row(
+            method, medians(alone), f"{1e3 * own:.1f}", f"{1e3 * score:.1f}", f"{score / own:.2f}", f"{1e3 * naive:.1f}",
+            " + ".join(map(str, count_forwards(ensemble, prompt, ids, method))), f"{difference:.1e}",
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

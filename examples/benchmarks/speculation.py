@@ -10,26 +10,22 @@ here or not.
 
 import argparse
 import json
-import platform
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 
-import torch
-import transformers
+from measure import seconds_of
+from members import models_or_demo
+from report import print_heads, print_row, setting
+from texts import PROMPT, QUESTIONS
 from tqdm import tqdm
 
-import hf_ensemble
 from hf_ensemble import EnsembleForCausalLM
 from hf_ensemble.decoding.speculation.draft_length import DraftLength
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 PROMPTS = (
-    "Question: What is the capital of France?\nAnswer: Paris\n\nQuestion: What is the capital of Italy?\nAnswer: Rome\n\n"
-    "Question: What is the capital of Spain?\nAnswer:",
-    "The history of the city begins with a small settlement at the river. Over the centuries it grew,",
+    QUESTIONS,
+    PROMPT[: PROMPT.index(" traded")],
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
     "Give a list of ten animals, one on each line.\n",
 )
@@ -38,14 +34,14 @@ PROMPTS = (
 def timed(ensemble: EnsembleForCausalLM, prompt: str, new_tokens: int, **options):
     """Seconds of one call (on a CPU: of CPU time), the number of new tokens, and the output."""
     inputs = ensemble.tokenizer(prompt, return_tensors="pt").to(ensemble.device)
-    clock = time.perf_counter if ensemble.device.type == "cuda" else time.process_time
-    start = clock()
-    output = ensemble.generate(
-        **inputs, do_sample=False, max_new_tokens=new_tokens, return_dict_in_generate=True, **options
-    )
-    if ensemble.device.type == "cuda":
-        torch.cuda.synchronize()
-    return clock() - start, output.sequences.shape[1] - inputs.input_ids.shape[1], output
+    outputs = []
+
+    def run() -> None:
+        settings = {"do_sample": False, "max_new_tokens": new_tokens, "return_dict_in_generate": True}
+        outputs.append(ensemble.generate(**inputs, **settings, **options))
+
+    seconds = seconds_of(run, time.perf_counter if ensemble.device.type == "cuda" else time.process_time)
+    return seconds, outputs[0].sequences.shape[1] - inputs.input_ids.shape[1], outputs[0]
 
 
 def main() -> None:
@@ -61,24 +57,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.draft_length is not None:
         DraftLength.choose = lambda self, drafters, share=1.0: (drafters[0], args.draft_length)
-    members = args.members
-    if members is None:
-        from demo_models import demo_model_paths
-
-        members = [str(path) for path in demo_model_paths()]
+    members = models_or_demo(args.members)
     ensemble = EnsembleForCausalLM.from_pretrained(members, dtype=args.dtype, device_map=args.device)
     names = [Path(member).name for member in members]
-    is_cuda = ensemble.device.type == "cuda"
-    where = torch.cuda.get_device_name() if is_cuda else f"{torch.get_num_threads()} threads, {platform.machine()}"
-    print(
-        f"{where}, hf_ensemble {hf_ensemble.__version__}, transformers {transformers.__version__}, torch "
-        f"{torch.__version__}, {ensemble.dtype}, {len(args.prompts)} prompts, {args.new_tokens} new tokens"
-    )
+    lengths = f"{len(args.prompts)} prompts", f"{args.new_tokens} new tokens"
+    print(setting(ensemble.device, ensemble.dtype, *lengths))
     drafters = [None, "ngram", *names, "auto"]
     acceptance = []
-    print(
-        "\n| method | drafts | rounds | drafted a round | accepted a round | s a token | ratio |\n|---|---|---|---|---|---|---|"
-    )
+    print_heads("method", "drafts", "rounds", "drafted a round", "kept a round", "s a token", "ratio")
     for method in args.methods:
         timed(ensemble, args.prompts[0], 4, method=method)
         seconds, counts = defaultdict(float), defaultdict(lambda: [0, 0, 0, 0])
@@ -100,8 +86,8 @@ def main() -> None:
         for name in drafters:
             num_new, rounds, drafted, kept = counts[name]
             each = seconds[name] / num_new
-            shares = f"{rounds} | {drafted / rounds:.2f} | {kept / rounds:.2f}" if rounds else "| | "
-            print(f"| {method} | {name or 'none'} | {shares} | {each:.3f} | {each / plain:.2f} |")
+            shares = (rounds, f"{drafted / rounds:.2f}", f"{kept / rounds:.2f}") if rounds else ("", "", "")
+            print_row(method, name or "none", *shares, f"{each:.3f}", f"{each / plain:.2f}")
     if args.save_acceptance:
         args.save_acceptance.write_text(json.dumps(acceptance, indent=1), "utf-8")
 

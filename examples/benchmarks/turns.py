@@ -1,9 +1,9 @@
 """Taking turns: after every fused step each member takes a step by itself, so that all meet the same machine."""
 
-import statistics
 import time
 
 import torch
+from measure import synchronize
 from transformers import StoppingCriteria
 
 
@@ -53,19 +53,10 @@ class TakeTurns(StoppingCriteria):
         self._resumed = time.perf_counter()
 
     def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.is_cuda:
-            torch.cuda.synchronize()
+        synchronize()
         self.fused.append(time.perf_counter() - self._resumed)
         self.own.append([loop.step() for loop in self.loops])
         if self.progress is not None:
             self.progress.update()
         self._resumed = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def quartiles(values: list[float], digits: int) -> str:
-    """The median, and the quartiles in brackets; a single value as it is."""
-    if len(values) < 2:
-        return f"{values[0]:.{digits}f}"
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

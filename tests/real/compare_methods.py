@@ -6,10 +6,10 @@ in a file, one JSON line each, and are not run again.
     python tests/real/compare_methods.py --state methods.jsonl [--tokens 4] [--only deepen SmolLM2 english]
 """
 
-import argparse
 import functools
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,10 +17,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from demo_models import demo_model_paths  # noqa: E402
-
 from hf_ensemble import DeepenConfig, GacConfig, UniteConfig  # noqa: E402
-from tests.real.compare_reference import PROMPTS, TIE, Pair, pair_of, run_cases  # noqa: E402
+from tests.real.compare_reference import PROMPTS, TIE, Pair, argument_parser, pairs_of, run_cases  # noqa: E402
 from tests.reference import Reference  # noqa: E402
 from tests.reference_deepen import ReferenceDeepen  # noqa: E402
 
@@ -74,24 +72,19 @@ def compare(pair: Pair, name: str, prompt: str, num_tokens: int) -> dict:
     }
 
 
-def _compare(primary: int, device: str, *options) -> dict:
-    return compare(pair_of(primary, device), *options)
+def _compare(pair: Callable[[], Pair], *options) -> dict:
+    return compare(pair(), *options)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--state", type=Path, required=True, help="file of finished cases")
+    parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--prompts", nargs="+", choices=PROMPTS, default=["english", "thai"])
-    parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name holds all of these")
-    parser.add_argument("--device", default="cpu", help="where the models are; the reference counts on the CPU")
     args = parser.parse_args()
-    names = [path.name for path in demo_model_paths()]
     cases = []
-    for method, primary, prompt in itertools.product(METHODS, (0, 1), args.prompts):
-        options = (primary, args.device, method, PROMPTS[prompt], args.tokens)
-        name = f"{method}, {names[primary]} first, {prompt}, {args.tokens}"
-        cases.append((name, functools.partial(_compare, *options)))
+    for method, (order, pair), prompt in itertools.product(METHODS, pairs_of(args), args.prompts):
+        name = f"{method}, {order}, {prompt}, {args.tokens}"
+        cases.append((name, functools.partial(_compare, pair, method, PROMPTS[prompt], args.tokens)))
     done = run_cases(cases, args.state, args.only)
     print(
         "\n| case | equal | tokens | largest difference | least margin | ensembled | s |\n|---|---|---|---|---|---|---|"

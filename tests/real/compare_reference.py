@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import LogitsProcessor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from demo_models import demo_model_paths  # noqa: E402
+from demo_models import models_or_demo  # noqa: E402
 
+from examples.benchmarks.texts import Replay  # noqa: E402
 from hf_ensemble import EnsembleForCausalLM  # noqa: E402
 from tests.reference import Reference, ReferenceMember  # noqa: E402
 
@@ -49,38 +49,29 @@ TIE = 1e-4
 """Where the two best differ by less in log-probability, either may be chosen."""
 
 
-class Replay(LogitsProcessor):
-    """Writes a given text, whatever the scores."""
-
-    def __init__(self, ids: list[int], prompt_length: int):
-        self.ids, self.prompt_length = ids, prompt_length
-
-    def __call__(self, input_ids, scores):
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, self.ids[input_ids.shape[1] - self.prompt_length]] = 0.0
-        return forced
-
-
 @functools.cache
-def _loaded(device: str) -> tuple[list, list, list, list]:
-    paths = demo_model_paths()
+def _loaded(device: str, folders: tuple[str, ...] | None) -> tuple[list, list, list, list]:
+    paths = models_or_demo(folders)
     ensemble = EnsembleForCausalLM.from_pretrained(paths, dtype="float32", device_map=device)
     models, tokenizers = list(ensemble.members), list(ensemble.tokenizers)
     members = [
-        ReferenceMember(model, tokenizer, name=path.name)
+        ReferenceMember(model, tokenizer, name=Path(path).name)
         for model, tokenizer, path in zip(models, tokenizers, paths, strict=True)
     ]
-    return models, tokenizers, members, [member.cache_mode for member in ensemble._members]
+    return models, tokenizers, members, [member.cache_mode for member in ensemble.member_views]
 
 
 class Pair:
-    """The two models on one device, the one at place `primary` first, as an ensemble and as a reference."""
+    """The two models on one device, the one at place `primary` first, as an ensemble and as a reference.
 
-    def __init__(self, primary: int, device: str = "cpu"):
+    `folders` of other models stand in for the real ones, to show that a comparison runs.
+    """
+
+    def __init__(self, primary: int, device: str = "cpu", folders: tuple[str, ...] | None = None):
         # In both orders of the same loaded models, since describing a large vocabulary to the reference takes long.
-        models, tokenizers, members, modes = (items[:: -1 if primary else 1] for items in _loaded(device))
+        models, tokenizers, members, modes = (items[:: -1 if primary else 1] for items in _loaded(device, folders))
         self.ensemble = EnsembleForCausalLM.from_members(models, tokenizers)
-        for member, mode in zip(self.ensemble._members, modes, strict=True):
+        for member, mode in zip(self.ensemble.member_views, modes, strict=True):
             member.cache_mode = mode  # trying it out takes seconds, too
         self.references = {name: Reference(members, method=name) for name in ("gac", "unite")}
 
@@ -142,24 +133,43 @@ def run_cases(cases: Iterable[tuple[str, Callable[[], dict]]], state: Path, only
 pair_of = functools.cache(Pair)
 
 
-def _compare(primary: int, device: str, method: str, prompt: str, num_tokens: int) -> dict:
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """What every comparison is asked on its command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--state", type=Path, required=True, help="file of finished cases")
+    parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name holds all of these")
+    parser.add_argument("--device", default="cpu", help="where the models are; the reference counts on the CPU")
+    parser.add_argument("--models", nargs=2, help="other models, to show that it runs; default: the two real ones")
+    return parser
+
+
+def pairs_of(args: argparse.Namespace) -> list[tuple[str, Callable[[], Pair]]]:
+    """For each order of the two models what it is called, and what gives it.
+
+    Args:
+        args: What the parser of `argument_parser` gives.
+    """
+    folders = None if args.models is None else tuple(args.models)
+    return [
+        (f"{Path(folder).name} first", functools.partial(pair_of, primary, args.device, folders))
+        for primary, folder in enumerate(models_or_demo(folders))
+    ]
+
+
+def _compare(pair: Callable[[], Pair], method: str, prompt: str, num_tokens: int) -> dict:
     if prompt == "long":
-        return pair_of(primary, device).compare_long(method)
-    return pair_of(primary, device).compare_text(method, PROMPTS[prompt], num_tokens)
+        return pair().compare_long(method)
+    return pair().compare_text(method, PROMPTS[prompt], num_tokens)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--state", type=Path, required=True, help="file of finished cases")
+    parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name holds all of these")
-    parser.add_argument("--device", default="cpu", help="where the models are; the reference counts on the CPU")
     args = parser.parse_args()
-    names = [path.name for path in demo_model_paths()]
     cases = []
-    for primary, method, prompt in itertools.product((0, 1), ("unite", "gac"), (*PROMPTS, "long")):
-        name = f"{method}, {names[primary]} first, {prompt}, {NUM_LONG_TOKENS if prompt == 'long' else args.tokens}"
-        cases.append((name, functools.partial(_compare, primary, args.device, method, prompt, args.tokens)))
+    for (order, pair), method, prompt in itertools.product(pairs_of(args), ("unite", "gac"), (*PROMPTS, "long")):
+        name = f"{method}, {order}, {prompt}, {NUM_LONG_TOKENS if prompt == 'long' else args.tokens}"
+        cases.append((name, functools.partial(_compare, pair, method, prompt, args.tokens)))
     done = run_cases(cases, args.state, args.only)
     print("\n| case | equal | tokens | least margin or largest difference | s |\n|---|---|---|---|---|")
     for case in done:

@@ -6,19 +6,17 @@ and takes minutes. Finished cases are kept in a file, one JSON line each, and ar
     python tests/real/compare_spans.py --state spans.jsonl [--words 24] [--only english perplexity] [--device cuda]
 """
 
-import argparse
 import functools
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from demo_models import demo_model_paths  # noqa: E402
-
 from hf_ensemble import SweetSpanConfig  # noqa: E402
-from tests.real.compare_reference import PROMPTS, Pair, pair_of, run_cases  # noqa: E402
+from tests.real.compare_reference import PROMPTS, Pair, argument_parser, pairs_of, run_cases  # noqa: E402
 from tests.reference_spans import ReferenceSpans, compare_rounds  # noqa: E402
 
 SPAN_LENGTHS = (4, 1, 8, 2)
@@ -59,26 +57,22 @@ def compare_spans(pair: Pair, prompt: str, span_length: int, score: str, filter_
     }
 
 
-def _compare(primary: int, device: str, *options) -> dict:
-    return compare_spans(pair_of(primary, device), *options)
+def _compare(pair: Callable[[], Pair], *options) -> dict:
+    return compare_spans(pair(), *options)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--state", type=Path, required=True, help="file of finished cases")
+    parser = argument_parser(__doc__)
     parser.add_argument("--words", type=int, default=24)
-    parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name holds all of these")
-    parser.add_argument("--device", default="cpu", help="where the models are; the reference counts on the CPU")
     args = parser.parse_args()
-    names = [path.name for path in demo_model_paths()]
     cases = []
-    turns = itertools.product(SPAN_LENGTHS, SCORES, PROMPTS, (0, 1))
-    for (span_length, score, prompt, primary), filter_ratio in zip(
+    turns = itertools.product(SPAN_LENGTHS, SCORES, PROMPTS, pairs_of(args))
+    for (span_length, score, prompt, (order, pair)), filter_ratio in zip(
         turns, itertools.cycle(FILTER_RATIOS), strict=False
     ):
-        name = f"{names[primary]} first, {prompt}, {score}, {filter_ratio:g}, L = {span_length}, {args.words} words"
+        name = f"{order}, {prompt}, {score}, {filter_ratio:g}, L = {span_length}, {args.words} words"
         options = (PROMPTS[prompt], span_length, score, filter_ratio, max(args.words // span_length, 1))
-        cases.append((name, functools.partial(_compare, primary, args.device, *options)))
+        cases.append((name, functools.partial(_compare, pair, *options)))
     done = run_cases(cases, args.state, args.only)
     print("\n| case | equal | rounds | agreed | ids | least margin | s |\n|---|---|---|---|---|---|---|")
     for case in done:

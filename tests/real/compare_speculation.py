@@ -9,7 +9,6 @@ finished ones are kept in a file, one JSON line each, and are not run again.
 DATA is a folder of JSON lines, as for `examples/evaluation_sets.py`.
 """
 
-import argparse
 import functools
 import itertools
 import sys
@@ -22,11 +21,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from demo_models import demo_model_paths  # noqa: E402
+from demo_models import models_or_demo  # noqa: E402
 from evaluation_sets import SETS, read  # noqa: E402
 
 from hf_ensemble import DeepenConfig, EnsembleForCausalLM, EvaConfig, GacConfig, MinedConfig, UniteConfig  # noqa: E402
-from tests.real.compare_reference import TIE, run_cases  # noqa: E402
+from tests.real.compare_reference import TIE, argument_parser, run_cases  # noqa: E402
 
 METHODS = {
     "gac": GacConfig(),
@@ -77,11 +76,6 @@ def prompts_of(data: Path, sets: list[str], count: int) -> list[tuple[str, str]]
     return [item for turn in itertools.zip_longest(*named) for item in turn if item is not None][:count]
 
 
-@functools.cache
-def ensemble_on(device: str, dtype: str) -> EnsembleForCausalLM:
-    return EnsembleForCausalLM.from_pretrained(demo_model_paths(), dtype=dtype, device_map=device)
-
-
 def table(cases: list[dict]) -> str:
     """The cases as one line for each method and drafter."""
     lines = [
@@ -106,22 +100,23 @@ def table(cases: list[dict]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("data", type=Path, help="folder of the evaluation sets")
-    parser.add_argument("--state", type=Path, required=True, help="file of finished cases")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["triviaqa", "nq", "arc", "piqa"])
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["gac", "unite", "deepen"])
     parser.add_argument("--speculation", nargs="+", default=["ngram", "auto", "SmolLM2-135M-Instruct"])
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name holds all of these")
     args = parser.parse_args()
 
+    @functools.cache
+    def ensemble() -> EnsembleForCausalLM:
+        models = models_or_demo(args.models)
+        return EnsembleForCausalLM.from_pretrained(models, dtype=args.dtype, device_map=args.device)
+
     def run(method: str, prompt: str) -> dict:
-        ensemble = ensemble_on(args.device, args.dtype)
-        return compare(ensemble, method, prompt, args.new_tokens, args.speculation)
+        return compare(ensemble(), method, prompt, args.new_tokens, args.speculation)
 
     asked = f"{args.new_tokens} tokens, {' '.join(args.speculation)}, {args.device}, {args.dtype}"
     cases = [

@@ -42,7 +42,7 @@ def made(models, tokenizers):
             member_configs=[MemberConfig(name=NAMES[n]) for n in order],
         )
         if order != (0, 1):
-            for member, n in zip(ensemble._members, order, strict=True):
+            for member, n in zip(ensemble.member_views, order, strict=True):
                 member.cache_mode = make(0, 1)._members[n].cache_mode  # trying it out takes seconds
         return ensemble
 

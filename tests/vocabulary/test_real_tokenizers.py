@@ -14,6 +14,7 @@ from tests.real.fuzz_tokenizers import (
     NotHere,
     load_encoder,
     load_tokenizer,
+    main,
     tokenizer_folder,
 )
 
@@ -92,6 +93,21 @@ def test_random_bytes_are_written_back(name):
     assert counts.cases == NUM_CASES
     assert counts.decoded > NUM_CASES
     assert (counts.not_writable == 0) == (name in COMPLETE)
+
+
+def test_fuzzing_goes_on_where_it_was(monkeypatch, capsys, tmp_path):
+    require("qwen3")
+    state = tmp_path / "state.jsonl"
+    monkeypatch.setattr("sys.argv", ["", "--names", "qwen3", "--count", "3", "--state", str(state)])
+    for _ in range(2):
+        main()
+        heads, row = capsys.readouterr().out.splitlines()
+        assert heads.split()[:2] == ["tokenizer", "cases"]
+        assert row.split()[:3] == ["qwen3", "3", "3"]
+    assert len(state.read_text().splitlines()) == 1
+    monkeypatch.delenv("HF_ENSEMBLE_NPM_TOKENIZERS")
+    with pytest.raises(SystemExit, match="qwen3: HF_ENSEMBLE_NPM_TOKENIZERS is not set"):
+        main()
 
 
 @pytest.mark.parametrize("name", COMPLETE)
