@@ -563,7 +563,7 @@ def decode(length, seconds, keeps, num_rounds, drafting=0.0):
         chosen.append(count)
         if count and drafting:
             length.drafted("drafter", count, drafting * count)
-        length.checked(count, seconds(count))
+        length.verified(count, seconds(count))
         if count:
             kept = count if keeps == 1 else int(count * keeps)
             length.judged("drafter", kept, kept < count)
@@ -625,24 +625,24 @@ def test_first_times_that_capture_graphs_are_not_believed():
 
 def test_the_better_of_two_drafters_is_asked():
     length = DraftLength(shares={"cheap": 0.1, "dear": 0.9})
-    length.checked(0, 1.0)
+    length.verified(0, 1.0)
     for name, kept in (("cheap", 5), ("dear", 9)):
         length.judged(name, kept, 10 - kept)
     assert length.choose(["cheap", "dear"])[0] == "cheap"
     for _ in range(30):
-        length.checked(0, 1.0)
+        length.verified(0, 1.0)
         length.judged("cheap", 0, 1)
         length.judged("dear", 1, 0)
     length.drafted("dear", 1, 0.01)
     assert length.choose(["cheap", "dear"])[0] == "dear"
 
 
-def test_the_clock_is_read_around_drafting_and_checking(ensemble, row, monkeypatch):
+def test_the_clock_is_read_around_drafting_and_verifying(ensemble, row, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(DraftLength.__init__, "__defaults__", ((0, 2), clock, None, 1))
     seen = []
     ensemble = copy.deepcopy(ensemble)  # which has measured nothing yet
-    monkeypatch.setattr(DraftLength, "checked", lambda self, count, seconds: seen.append((count, seconds)))
+    monkeypatch.setattr(DraftLength, "verified", lambda self, count, seconds: seen.append((count, seconds)))
     force_length(monkeypatch, 2)
     with changed_logits(ensemble.members[1], lambda logits: setattr(clock, "now", clock.now + 3.0) or logits):
         found = run(ensemble, row, speculation="member-0", max_new_tokens=8, method="gac")

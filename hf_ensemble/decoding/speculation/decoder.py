@@ -169,7 +169,7 @@ class SpeculativeDecoder:
         self._accept(chains, choices, drafter, reader.readings)
         if not is_first:  # which reads the prompts
             longest = max(len(chain.columns) for chain in chains)
-            self._drafting.length.checked(longest, self._drafting.length.clock() - start)
+            self._drafting.length.verified(longest, self._drafting.length.clock() - start)
         self._drafting.judge(chains, choices, fused.plan, drafter)
         if self._live and any(drafter.member.is_captured for drafter in self._drafters):
             # A GPU drafts while what has been decided is handed out.

@@ -65,7 +65,7 @@ class DraftLength:
         self._shares = dict(shares or {})
         self._num_trials = num_trials
         self._round = 0
-        self._checks: dict[int, _Times] = defaultdict(_Times)
+        self._verifying: dict[int, _Times] = defaultdict(_Times)
         self._drafting: dict[str, _Times] = defaultdict(_Times)
         self._outcomes: dict[str, tuple[float, float]] = {}  # accepted, rejected
 
@@ -73,20 +73,19 @@ class DraftLength:
         """Choose a drafter and the length of its drafts.
 
         Args:
-            drafters: Those to choose from; of equals the first.
+            drafters: Those to choose from. Of equal ways the shortest draft is taken, and the first drafter.
             share: Share of the rows that would get a draft.
 
         Returns:
             The drafter and the length; 0 to draft nothing.
         """
-        if self._least_check(0) is None:
+        if self._least_seconds(0) is None:
             return drafters[0], 0
-        # Of equals, the shortest and the first.
         ways = ((name, length) for length in self._lengths for name in drafters)
         return max(ways, key=lambda way: self._rate(way[0], way[1], share))
 
-    def checked(self, length: int, seconds: float) -> None:
-        """Take note of how long a round took without drafting.
+    def verified(self, length: int, seconds: float) -> None:
+        """Take note of how long it took to verify drafts: a round without drafting.
 
         Args:
             length: Number of entries in its longest draft.
@@ -94,7 +93,7 @@ class DraftLength:
         """
         self._round += 1
         self._outcomes = {name: (_FADING * good, _FADING * bad) for name, (good, bad) in self._outcomes.items()}
-        self._checks[length].add(self._round, seconds)
+        self._verifying[length].add(self._round, seconds)
 
     def drafted(self, drafter: str, num_steps: int, seconds: float) -> None:
         """Take note of how long it took to draft.
@@ -107,7 +106,7 @@ class DraftLength:
         self._drafting[drafter].add(self._round, seconds / num_steps)
 
     def judged(self, drafter: str, num_accepted: int, num_rejected: int) -> None:
-        """Take note of how right a drafter was, or would have been.
+        """Take note of how much of a drafter's entries was accepted, or would have been.
 
         Args:
             drafter: Who drafted.
@@ -126,12 +125,12 @@ class DraftLength:
         """Expected entries a second and row."""
         acceptance_rate = self.acceptance_rate(drafter)
         expected = sum(acceptance_rate**n for n in range(length + 1))
-        seconds = self._check_seconds(length) + length * self._drafting_seconds(drafter)
+        seconds = self._round_seconds(length) + length * self._drafting_seconds(drafter)
         return (1 - share + share * expected) / max(seconds, 1e-12)
 
-    def _check_seconds(self, length: int) -> float:
+    def _round_seconds(self, length: int) -> float:
         """As measured, else between the nearest lengths that are; rather too few, so that the length is tried."""
-        times = {known: seconds for known in self._checks if (seconds := self._least_check(known)) is not None}
+        times = {known: seconds for known in self._verifying if (seconds := self._least_seconds(known)) is not None}
         below = max(known for known in times if known <= length)
         above = min((known for known in times if known >= length), default=below)
         at_least = times[below] + times[0] * _MORE_PER_ENTRY * (length - below)
@@ -142,7 +141,7 @@ class DraftLength:
 
     def _drafting_seconds(self, drafter: str) -> float:
         seconds = self._drafting[drafter].least(self._round)
-        return self._shares.get(drafter, 0.0) * self._check_seconds(0) if seconds is None else seconds
+        return self._shares.get(drafter, 0.0) * self._round_seconds(0) if seconds is None else seconds
 
-    def _least_check(self, length: int) -> float | None:
-        return self._checks[length].least(self._round, self._num_trials)
+    def _least_seconds(self, length: int) -> float | None:
+        return self._verifying[length].least(self._round, self._num_trials)
