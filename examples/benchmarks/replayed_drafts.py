@@ -47,12 +47,18 @@ class ReplayedDecoder(SpeculativeDecoder):
     drafted_at = -1
     are_kept: list[bool]
 
-    def _pick(self, scores, numbers):
-        _, is_empty = super()._pick(scores, numbers)
-        start = self.prompt_length + numbers[0][1]
-        return self.there[start : start + len(numbers)], is_empty
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._pick, self._chooser._pick = self._chooser._pick, self._pick_replayed
+        self._writer.entries_of = self._entries_replayed
+        self._judge, self._drafting.judge = self._drafting.judge, self._judge_replayed
 
-    def _as_entries(self, index, ids):
+    def _pick_replayed(self, scores, entries):
+        _, is_empty = self._pick(scores, entries)
+        start = self.prompt_length + entries[0][1]
+        return self.there[start : start + len(entries)], is_empty
+
+    def _entries_replayed(self, ids, member):
         place = self.prompt_length + self._rows[0].num_entries
         draft = self.text_ids[place : place + len(ids)]
         if place != self.drafted_at:  # else there are more ids of the same draft
@@ -63,13 +69,13 @@ class ReplayedDecoder(SpeculativeDecoder):
             draft[self.are_kept.index(False)] += 1
         return draft
 
-    def _judge(self, choices, used, plan, drafter, drafts, guesses):
+    def _judge_replayed(self, chains, choices, weights, drafter):
         if drafter is not None:
-            super()._judge(choices, used, plan, drafter, drafts, guesses)
+            self._judge(chains, choices, weights, drafter)
         else:
             # What the member would have drafted in a plain step; the random weights themselves never agree.
             is_kept = next(self.outcomes)
-            self._length.judged(next(iter(self._drafters)), is_kept, not is_kept)
+            self._drafting.length.judged(self._drafters[0].member.name, is_kept, not is_kept)
 
 
 def main() -> None:

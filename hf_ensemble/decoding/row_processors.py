@@ -1,4 +1,4 @@
-"""Logits processors applied to the positions of a draft: all at once, or position by position with a row's own ids."""
+"""Logits processors at the positions of drafts: constraints one by one, with the row's ids, and warpers at any number."""
 
 from collections.abc import Sequence
 
@@ -45,38 +45,51 @@ def needs_whole_batch(processors: Sequence[LogitsProcessor]) -> str | None:
 
 
 class RowProcessors:
-    """The processors of a call whose rows are decided at their own pace.
+    """The processors of a call whose rows are decided at their own pace: first the constraints, then the warpers.
+
+    Constraints are all processors up to the last one that is no warper: they may depend on the ids before a position, so
+    `constrain` is called for one position of a row after the other. The warpers behind them need no ids: `warp` takes
+    any number of positions.
 
     Args:
         processors: The processors, in the order of the call. Where there are several rows, none of them may be one
             that `needs_whole_batch`.
         prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
         prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
-
-    Attributes:
-        read_ids: Whether a processor depends on the ids before a position, so that `at` has to be called for one
-            position after the other; else `everywhere` does.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor], prompt_ids: Tensor, prompt_mask: Tensor | None):
-        self._processors = list(processors)
+        is_warper = [type(processor).__name__ in WARPERS for processor in processors]
+        num_constraints = max((n + 1 for n, is_one in enumerate(is_warper) if not is_one), default=0)
+        self._constraints = list(processors[:num_constraints])
+        self._warpers = LogitsProcessorList(processors[num_constraints:])
         self._prompt_ids = prompt_ids
         self._mask = prompt_mask
-        self.read_ids = any(type(processor).__name__ not in WARPERS for processor in processors)
         self._of_row: dict[int, LogitsProcessorList] = {}
 
-    def everywhere(self, scores: Tensor) -> Tensor:
-        """Process the scores of any positions, of shape `(num_positions, width)`."""
-        ids = self._prompt_ids.new_zeros(len(scores), 1)
-        return LogitsProcessorList(self._processors)(ids, scores)  # type: ignore[arg-type]
+    @property
+    def read_ids(self) -> bool:
+        """Whether there are constraints, for which a position's scores depend on the ids before it."""
+        return bool(self._constraints)
 
-    def at(self, row: int, new_ids: Sequence[int], scores: Tensor) -> Tensor:
-        """Process the scores after a row's new ids, of shape `(1, width)`."""
+    def constrain(self, row: int, new_ids: Sequence[int], scores: Tensor) -> Tensor:
+        """Apply the constraints at one position of a row.
+
+        Args:
+            row: The row.
+            new_ids: The primary's ids between its prompt and this position.
+            scores: The scores there, of shape `(1, width)`.
+        """
         if row not in self._of_row:
-            self._of_row[row] = LogitsProcessorList([self._for_row(item, row) for item in self._processors])
+            self._of_row[row] = LogitsProcessorList([self._for_row(item, row) for item in self._constraints])
         prompt = self._prompt_ids[row : row + 1]
         ids = torch.cat([prompt, torch.tensor([new_ids], dtype=prompt.dtype, device=prompt.device)], dim=-1)
         return self._of_row[row](ids, scores)  # type: ignore[arg-type]
+
+    def warp(self, scores: Tensor) -> Tensor:
+        """Apply the warpers to the scores of any positions, of shape `(num_positions, width)`."""
+        ids = self._prompt_ids.new_zeros(len(scores), 1)
+        return self._warpers(ids, scores)  # type: ignore[arg-type]
 
     def _for_row(self, processor: LogitsProcessor, row: int) -> LogitsProcessor:
         if self._mask is None or not isinstance(processor, RepetitionPenaltyLogitsProcessor):

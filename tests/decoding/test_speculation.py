@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from hf_ensemble import ConfigurationError, GacConfig, MemberError
+from hf_ensemble import ConfigurationError, GacConfig, MemberError, SpeculationRound, SpeculationStats
 from hf_ensemble.decoding.speculation import decoder as speculation_module
 from hf_ensemble.decoding.speculation.draft_length import DraftLength
-from hf_ensemble.decoding.speculation.drafts import MemberDrafter, RowText
+from hf_ensemble.decoding.speculation.drafts import MemberDrafter, PromptLookup
 from hf_ensemble.decoding.speculation.options import Speculation
 from hf_ensemble.members.member import Member
 from tests import tiny
@@ -77,7 +77,7 @@ class Stub:
         self._spoil = lambda row, number, columns: columns
         stub = self
 
-        class Text(RowText):
+        class Text(PromptLookup):
             def __init__(self, ids, is_control):
                 self.row, self.count = len(stub.columns), 0
                 stub.columns.append([])
@@ -92,7 +92,7 @@ class Stub:
                 columns = stub._recorded[self.row][self.count : self.count + length]
                 return stub._spoil(self.row, self.count, columns), 3
 
-        monkeypatch.setattr(speculation_module, "RowText", Text)
+        monkeypatch.setattr(speculation_module, "PromptLookup", Text)
 
     def draft_from_now(self, spoil=None):
         """Draft what has been recorded so far, changed by `spoil(row, number of entries before, entries)`."""
@@ -165,7 +165,7 @@ def test_every_drafter_drafts_and_is_counted(ensemble, row, monkeypatch):
         found = run(ensemble, row, speculation=name, max_new_tokens=9)
         stats = found.speculation
         assert sum(stats.drafted.values()) > 0
-        assert all(0 <= stats.kept[drafter] <= count for drafter, count in stats.drafted.items())
+        assert all(0 <= stats.accepted[drafter] <= count for drafter, count in stats.drafted.items())
         assert stats.num_rounds == len(stats.rounds[0])
         assert stats.entries_per_round >= 1
         assert found.share_ensembled == [1.0]
@@ -370,6 +370,17 @@ def test_a_drafter_without_weight_and_positions_left_stops_drafting(method, monk
         assert found.speculation.drafted["member-2"] > 0
 
 
+def test_what_came_of_the_drafts_is_summed_by_drafter():
+    rounds = [[("ngram", 4, 1), (None, 0, 0), ("small", 2, 2)], [("ngram", 1, 1)]]
+    stats = SpeculationStats([[SpeculationRound(*one) for one in row] for row in rounds])
+    assert stats.num_rounds == 4
+    assert stats.drafted == {"ngram": 5, "small": 2}
+    assert stats.accepted == stats.kept == {"ngram": 2, "small": 2}
+    assert stats.acceptance_rate == {"ngram": 0.4, "small": 1.0}
+    assert stats.entries_per_round == 2.0
+    assert stats.rounds[0][0].num_accepted == stats.rounds[0][0].num_kept == 1
+
+
 # --- What is run ----------------------------------------------------------------------------------------------------
 
 
@@ -427,7 +438,7 @@ def test_where_the_text_is_cut_otherwise_the_round_ends(monkeypatch):
         for a, b in zip(found.scores, expected.scores, strict=True):
             torch.testing.assert_close(a, b)
     assert apart.speculation.num_rounds == 3
-    assert apart.speculation.kept == {"ngram": 0}
+    assert apart.speculation.accepted == {"ngram": 0}
 
 
 def test_logits_of_a_position_that_was_not_used_may_be_anything(ensemble, row, monkeypatch):
@@ -468,7 +479,7 @@ def test_a_sampled_text_does_not_depend_on_the_drafts(method, ensemble, batch, m
         stub.draft_from_now(half_right)
     assert_same_output(found[1], found[0])
     assert_same_output(found[2], found[0])
-    assert found[1].speculation.kept["ngram"] > 0
+    assert found[1].speculation.accepted["ngram"] > 0
     torch.manual_seed(6)
     other = run(ensemble, batch, speculation="ngram", **{**options, "max_new_tokens": 10})
     assert other.sequences.tolist() != found[0].sequences.tolist()
@@ -489,7 +500,7 @@ def test_sampled_texts_have_the_law_of_the_plain_loop(method, monkeypatch):
         tiny.ScriptedModel(small(), script([(0.1, 0.7, 0.2), (0.6, 0.2, 0.2)])),
     ]
     ensemble = make_ensemble(models, [small()] * 2, method=method)
-    monkeypatch.setattr(RowText, "continuation", lambda self, length: ([b, a], 2))
+    monkeypatch.setattr(PromptLookup, "continuation", lambda self, length: ([b, a], 2))
     num_texts = 500
     torch.manual_seed(0)
     output = run(
@@ -501,7 +512,7 @@ def test_sampled_texts_have_the_law_of_the_plain_loop(method, monkeypatch):
         speculation="ngram",
         output_logits=False,
     )
-    assert output.speculation.kept["ngram"] > num_texts / 10
+    assert output.speculation.accepted["ngram"] > num_texts / 10
     counts = Counter(map(tuple, output.sequences[:, 1:].tolist()))
     first = {a: 0.3, b: 0.5, c: 0.2}
     after_b = {a: 0.35, b: 0.2, c: 0.45}
@@ -519,7 +530,7 @@ def test_sampled_texts_have_the_law_of_the_plain_loop(method, monkeypatch):
 
 
 def test_the_text_is_looked_up_by_its_last_ids():
-    text = RowText([1, 2, 3, 4, 5, 9, 2, 3], lambda i: i == 99)
+    text = PromptLookup([1, 2, 3, 4, 5, 9, 2, 3], lambda i: i == 99)
     assert text.continuation(2) == ([4, 5], 2)
     text.append(7, [7])
     assert text.continuation(2) == ([], 0)
@@ -530,10 +541,10 @@ def test_the_text_is_looked_up_by_its_last_ids():
     assert text.continuation(3) == ([500, 2, 3], 3)
     text.append(11, [11])
     assert text.continuation(2) == ([12, 2], 3)
-    assert RowText([1, 2, 99, 1, 2], lambda i: i == 99).continuation(3)[0] == []
+    assert PromptLookup([1, 2, 99, 1, 2], lambda i: i == 99).continuation(3)[0] == []
     # A repetition is continued beyond the end of the text.
-    assert RowText([5, 6, 5, 6, 5, 6, 5, 6], lambda i: False).continuation(5) == ([5, 6, 5, 6, 5], 5)
-    assert RowText([1], lambda i: False).continuation(3) == ([], 0)
+    assert PromptLookup([5, 6, 5, 6, 5, 6, 5, 6], lambda i: False).continuation(5) == ([5, 6, 5, 6, 5], 5)
+    assert PromptLookup([1], lambda i: False).continuation(3) == ([], 0)
 
 
 class Clock:
@@ -552,7 +563,7 @@ def decode(length, seconds, keeps, num_rounds, drafting=0.0):
         chosen.append(count)
         if count and drafting:
             length.drafted("drafter", count, drafting * count)
-        length.checked(count, seconds(count))
+        length.verified(count, seconds(count))
         if count:
             kept = count if keeps == 1 else int(count * keeps)
             length.judged("drafter", kept, kept < count)
@@ -614,29 +625,63 @@ def test_first_times_that_capture_graphs_are_not_believed():
 
 def test_the_better_of_two_drafters_is_asked():
     length = DraftLength(shares={"cheap": 0.1, "dear": 0.9})
-    length.checked(0, 1.0)
+    length.verified(0, 1.0)
     for name, kept in (("cheap", 5), ("dear", 9)):
         length.judged(name, kept, 10 - kept)
     assert length.choose(["cheap", "dear"])[0] == "cheap"
     for _ in range(30):
-        length.checked(0, 1.0)
+        length.verified(0, 1.0)
         length.judged("cheap", 0, 1)
         length.judged("dear", 1, 0)
     length.drafted("dear", 1, 0.01)
     assert length.choose(["cheap", "dear"])[0] == "dear"
 
 
-def test_the_clock_is_read_around_drafting_and_checking(ensemble, row, monkeypatch):
+def test_the_clock_is_read_around_drafting_and_verifying(ensemble, row, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(DraftLength.__init__, "__defaults__", ((0, 2), clock, None, 1))
     seen = []
     ensemble = copy.deepcopy(ensemble)  # which has measured nothing yet
-    monkeypatch.setattr(DraftLength, "checked", lambda self, count, seconds: seen.append((count, seconds)))
+    monkeypatch.setattr(DraftLength, "verified", lambda self, count, seconds: seen.append((count, seconds)))
     force_length(monkeypatch, 2)
     with changed_logits(ensemble.members[1], lambda logits: setattr(clock, "now", clock.now + 3.0) or logits):
         found = run(ensemble, row, speculation="member-0", max_new_tokens=8, method="gac")
     assert len(seen) == found.speculation.num_rounds - 1
     assert {seconds for _, seconds in seen} == {3.0}
+
+
+@pytest.mark.parametrize("mode", ["repack", "static"])
+@pytest.mark.parametrize("case", ["a control token at once", "a control token later", "few positions left", "whole"])
+def test_the_time_of_a_draft_counts_for_what_was_drafted(case, mode, monkeypatch):
+    """However early a draft is cut, every step of it took as long as any other."""
+    force_length(monkeypatch)
+    clock, seen = Clock(), []
+    monkeypatch.setattr(DraftLength.__init__, "__defaults__", ((0, LENGTH), clock, None, 1))
+    monkeypatch.setattr(DraftLength, "drafted", lambda self, *args: seen.append(args))
+    monkeypatch.setattr(Member, "cache_mode", property(lambda member: mode))
+    tokenizer = small()
+    drafter = tiny.tiny_gpt2(tokenizer, n_positions=12 if case == "few positions left" else 99)
+    ensemble = make_ensemble([tiny.tiny_llama(tokenizer), drafter], [tokenizer] * 2, weights=[1, 0])
+    num_written = {"a control token at once": 0, "a control token later": 2}.get(case)
+
+    def slow(logits):
+        clock.now += 3.0
+        written = (clock.now - began) / 3.0 - 1
+        return logits.index_fill(-1, torch.tensor([tokenizer.eos_token_id]), 1e9 * (written == num_written) - 1e8)
+
+    began = 0.0
+    draft = MemberDrafter.draft
+
+    def timed(self, lengths, clock):
+        nonlocal began
+        began = clock()
+        return draft(self, lengths, clock)
+
+    monkeypatch.setattr(MemberDrafter, "draft", timed)
+    with changed_logits(ensemble.members[1], slow):
+        run(ensemble, [[50, 51, 52]], speculation="member-1", max_new_tokens=16, eos_token_id=[])
+    assert len(seen) > 1
+    assert {seconds / count for _, count, seconds in seen} == {3.0}
 
 
 # --- What is refused ------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def compare(ensemble: EnsembleForCausalLM, method: str, prompt: str, num_new: in
             "seconds": seconds,
             "rounds": stats.num_rounds,
             "drafted": sum(stats.drafted.values()),
-            "kept": sum(stats.kept.values()),
+            "kept": sum(stats.accepted.values()),
         }
     return result
 
@@ -85,7 +85,7 @@ def ensemble_on(device: str, dtype: str) -> EnsembleForCausalLM:
 def table(cases: list[dict]) -> str:
     """The cases as one line for each method and drafter."""
     lines = [
-        "| method | drafts | prompts | equal | ties | drafted a round | kept a round | ms a token, plain | with drafts |",
+        "| method | drafts | prompts | equal | ties | drafted a round | accepted a round | ms a token, plain | with drafts |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     groups = defaultdict(list)

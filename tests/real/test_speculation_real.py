@@ -46,4 +46,4 @@ def test_ten_texts_are_those_of_the_plain_loop(method, drafter, ensemble, monkey
     for row, (ids, expected) in enumerate(zip(found.sequences, plain.sequences, strict=True)):
         logits = [step[row] for step in plain.logits]
         assert_same_choices(ids[start:].tolist(), expected[start:].tolist(), logits)
-    assert found.speculation.kept[drafter] > 0
+    assert found.speculation.accepted[drafter] > 0

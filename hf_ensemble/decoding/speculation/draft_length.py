@@ -1,7 +1,7 @@
 """How many entries to draft: as many as decode the most entries a second, by what has been measured."""
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 _LENGTHS = (0, 1, 2, 4, 8)
@@ -14,7 +14,7 @@ _FADING = 0.95
 _MEMORY_OF_ONE = 8
 """The same for a time that stands alone: a first forward pass of some shape may take long, as kernels are chosen."""
 _MORE_PER_ENTRY = 0.03
-"""By how much of a plain step each drafted entry is taken to lengthen a check, until it is measured: little, so that it
+"""By how much of a plain step each drafted entry is taken to lengthen a round, until it is measured: little, so that it
 is tried."""
 
 
@@ -28,7 +28,7 @@ class _Times:
         self._seen.append((now, seconds))
 
     def least(self, now: int, num_needed: int = 1) -> float | None:
-        """The least of them, since all else is the machine's other work; None if there are too few, or none of late."""
+        """The least of them, as the rest is the machine's other work; None if there are too few, or none is recent."""
         if len(self._seen) < num_needed:
             return None
         memory = _MEMORY if len(self._seen) > 1 else _MEMORY_OF_ONE
@@ -38,17 +38,17 @@ class _Times:
 class DraftLength:
     """Chooses how many entries to draft, from 0 (a plain step) up, and which drafter to ask.
 
-    Kept up are how long a check of so many drafted entries takes, how long drafting takes, and how often a drafted
-    entry is kept when those before it were. From these follow the expected entries a second for every length; the best
-    length is taken. Drafters are judged also by what they would have drafted, so one that is off costs nothing and is
-    on again when it would pay.
+    Measured are how long it takes to verify so many drafted entries, how long drafting takes, and how often a drafted
+    entry is accepted when those before it were. From these follow the expected entries a second for every length; the
+    best length is taken. Drafters are judged also by what they would have drafted, so one that is off costs nothing and
+    is on again when it would pay.
 
     Args:
         lengths: The lengths to choose from, 0 among them.
         clock: Gives seconds.
         shares: For each drafter, what drafting an entry is taken to cost until it is measured, as a share of a plain
             step; 0 for others.
-        num_trials: How many checks of a length it takes to believe their times: more than one where the first ones also
+        num_trials: How many rounds of a length it takes to believe their times: more than one where the first ones also
             capture graphs.
     """
 
@@ -65,62 +65,72 @@ class DraftLength:
         self._shares = dict(shares or {})
         self._num_trials = num_trials
         self._round = 0
-        self._checks: dict[int, _Times] = {}
-        self._drafting: dict[str, _Times] = {}
-        self._kept: dict[str, float] = {}
-        self._failed: dict[str, float] = {}
+        self._verifying: dict[int, _Times] = defaultdict(_Times)
+        self._drafting: dict[str, _Times] = defaultdict(_Times)
+        self._outcomes: dict[str, tuple[float, float]] = {}  # accepted, rejected
 
     def choose(self, drafters: Sequence[str], share: float = 1.0) -> tuple[str, int]:
         """Choose a drafter and the length of its drafts.
 
         Args:
-            drafters: Those to choose from; of equals the first.
+            drafters: Those to choose from. Of equal ways the shortest draft is taken, and the first drafter.
             share: Share of the rows that would get a draft.
 
         Returns:
             The drafter and the length; 0 to draft nothing.
         """
-        if self._least_check(0) is None:
+        if self._least_seconds(0) is None:
             return drafters[0], 0
-        rated = [
-            (self._rate(name, length, share), -length, -place)
-            for place, name in enumerate(drafters)
-            for length in self._lengths
-        ]
-        _, length, place = max(rated)
-        return drafters[-place], -length
+        ways = ((name, length) for length in self._lengths for name in drafters)
+        return max(ways, key=lambda way: self._rate(way[0], way[1], share))
 
-    def checked(self, length: int, seconds: float) -> None:
-        """Take note of a round: how long a check took whose longest draft had so many entries."""
+    def verified(self, length: int, seconds: float) -> None:
+        """Take note of how long it took to verify drafts: a round without drafting.
+
+        Args:
+            length: Number of entries in its longest draft.
+            seconds: How long it took to read, choose and accept.
+        """
         self._round += 1
-        for counts in (self._kept, self._failed):
-            counts.update((drafter, _FADING * count) for drafter, count in counts.items())
-        self._checks.setdefault(length, _Times()).add(self._round, seconds)
+        self._outcomes = {name: (_FADING * good, _FADING * bad) for name, (good, bad) in self._outcomes.items()}
+        self._verifying[length].add(self._round, seconds)
 
-    def drafted(self, drafter: str, length: int, seconds: float) -> None:
-        """Take note of how long it took to draft so many entries (a row)."""
-        self._drafting.setdefault(drafter, _Times()).add(self._round, seconds / length)
+    def drafted(self, drafter: str, num_steps: int, seconds: float) -> None:
+        """Take note of how long it took to draft.
 
-    def judged(self, drafter: str, num_kept: int, num_failed: int) -> None:
-        """Take note of how many entries of a drafter were (or would have been) kept, and how many were the first not."""
-        self._kept[drafter] = self._kept.get(drafter, 0.0) + num_kept
-        self._failed[drafter] = self._failed.get(drafter, 0.0) + num_failed
+        Args:
+            drafter: Who drafted.
+            num_steps: Number of steps that it took, an entry of each row in each.
+            seconds: How long all of them took.
+        """
+        self._drafting[drafter].add(self._round, seconds / num_steps)
 
-    def keep_rate(self, drafter: str) -> float:
-        """How often a drafted entry is kept when those before it were."""
-        kept, failed = self._kept.get(drafter, 0.0), self._failed.get(drafter, 0.0)
-        return (kept + 1) / (kept + failed + 2)
+    def judged(self, drafter: str, num_accepted: int, num_rejected: int) -> None:
+        """Take note of how much of a drafter's entries was accepted, or would have been.
+
+        Args:
+            drafter: Who drafted.
+            num_accepted: Number of its entries that were accepted.
+            num_rejected: Number of drafts that ended at an entry that was not.
+        """
+        accepted, rejected = self._outcomes.get(drafter, (0.0, 0.0))
+        self._outcomes[drafter] = accepted + num_accepted, rejected + num_rejected
+
+    def acceptance_rate(self, drafter: str) -> float:
+        """How often a drafted entry is accepted when those before it were."""
+        accepted, rejected = self._outcomes.get(drafter, (0.0, 0.0))
+        return (accepted + 1) / (accepted + rejected + 2)
 
     def _rate(self, drafter: str, length: int, share: float) -> float:
         """Expected entries a second and row."""
-        keep_rate = self.keep_rate(drafter)
-        expected = sum(keep_rate**n for n in range(length + 1))
-        seconds = self._check_seconds(length) + length * self._drafting_seconds(drafter)
+        acceptance_rate = self.acceptance_rate(drafter)
+        expected = sum(acceptance_rate**n for n in range(length + 1))
+        seconds = self._round_seconds(length) + length * self._drafting_seconds(drafter)
         return (1 - share + share * expected) / max(seconds, 1e-12)
 
-    def _check_seconds(self, length: int) -> float:
-        """As measured, else by the next shorter and the next longer that are; rather too little, so that it is tried."""
-        times = {known: seconds for known in self._checks if (seconds := self._least_check(known)) is not None}
+    def _round_seconds(self, length: int) -> float:
+        """As measured, else between the nearest lengths that are; rather too few, so that the length is tried."""
+        times = {known: seconds for known in self._verifying if (seconds := self._least_seconds(known)) is not None}
         below = max(known for known in times if known <= length)
         above = min((known for known in times if known >= length), default=below)
         at_least = times[below] + times[0] * _MORE_PER_ENTRY * (length - below)
@@ -130,9 +140,8 @@ class DraftLength:
         return (at_least + between) / 2
 
     def _drafting_seconds(self, drafter: str) -> float:
-        times = self._drafting.get(drafter)
-        seconds = None if times is None else times.least(self._round)
-        return self._shares.get(drafter, 0.0) * self._check_seconds(0) if seconds is None else seconds
+        seconds = self._drafting[drafter].least(self._round)
+        return self._shares.get(drafter, 0.0) * self._round_seconds(0) if seconds is None else seconds
 
-    def _least_check(self, length: int) -> float | None:
-        return self._checks[length].least(self._round, self._num_trials) if length in self._checks else None
+    def _least_seconds(self, length: int) -> float | None:
+        return self._verifying[length].least(self._round, self._num_trials)

@@ -1,13 +1,14 @@
-"""Where drafts come from: the row's own text, or a member that writes on by itself."""
+"""Where drafts come from: look-up in the row's own text, or a member that writes on by itself."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...members.cached_rows import PlainContext
-from ...members.member import Member, MemberState
+from ...members.member import MemberState
 from ...vocabulary.context import MemberContext
 from ...vocabulary.token_bytes import NO_TOKEN
 
@@ -15,12 +16,15 @@ NGRAM = "ngram"
 """Name of the drafter that looks up the row's own text."""
 
 _ORDERS = (5, 3, 2)
+"""By how many of its last ids a text is looked up, in this order."""
 _MOST_IDS = 32
 """Of how many ids a drafted entry is taken to be at most, so that no work grows with the text."""
 
 
-class RowText:
-    """A row's ids, cut into the entries that they were written as, with an index of what followed each n-gram.
+class PromptLookup:
+    """Prompt look-up: what followed the last ids of a row where they stood before, in its prompt or behind it.
+
+    It holds the row's ids, cut into the entries that they were written as, with an index of what followed each n-gram.
 
     An entry is given by its column: an id of the primary, or a union id of what only another member has.
 
@@ -38,7 +42,12 @@ class RowText:
         self._num_indexed = 0
 
     def append(self, column: int, ids: Sequence[int]) -> None:
-        """Take in an entry that has been decided."""
+        """Take in an entry that has been decided.
+
+        Args:
+            column: The entry.
+            ids: The primary's ids that write it.
+        """
         if ids:
             self._ids += ids
             self._columns += [column, *([None] * (len(ids) - 1))]
@@ -62,128 +71,88 @@ class RowText:
         start, found_order = next(((place, order) for place, order in found if place is not None), (None, 0))
         if start is None:
             return [], 0
-        # Where it reaches the end of the text it goes on into what it has drafted itself.
         stop = start + _MOST_IDS * length
         columns, more = self._columns[start:stop], ids[start:stop]
-        draft: list[int] = []
-        place = 0
-        while len(draft) < length:
-            column = columns[place]
-            width = 1
-            if column is None:
-                column = more[place]
-            else:
-                while place + width < len(columns) and columns[place + width] is None:
-                    width += 1
-            if self._is_control(column):
-                break
-            draft.append(column)
-            columns += columns[place : place + width]
-            more += more[place : place + width]
-            place += width
-        return draft, found_order
+        # Of an entry that was found from its middle on, the ids are drafted one by one.
+        num_inside = next((n for n, column in enumerate(columns) if column is not None), len(columns))
+        entries = [*more[:num_inside], *(column for column in columns[num_inside:] if column is not None)]
+        # Where it reaches the end of the text it goes on into what it has drafted itself.
+        draft = itertools.islice(itertools.cycle(entries), length)
+        return list(itertools.takewhile(lambda column: not self._is_control(column), draft)), found_order
 
 
-class Draft:
-    """What a member drafts for every row; its GPU may still be at it.
+@dataclass(frozen=True)
+class Drafted:
+    """What a member has drafted.
 
-    Args:
-        ids: The ids, of shape `(longest, num_rows)`, of which a GPU puts the last where they belong only when it is done;
-            or a list for each row.
-        lengths: For each row, how many of them are wanted.
-        is_control: Says which ids are control tokens; no draft goes on with one.
-        seconds: How long it took.
-        events: When the GPU began, when all but the last ids were there, and when it was done; then that counts.
+    Attributes:
+        ids: The member's ids for each row, without control tokens.
+        num_steps: Number of its steps so far; a control token takes one too.
+        seconds: How long these steps took; known when all ids are there.
     """
 
-    def __init__(
-        self,
-        ids: Sequence[Sequence[int]] | Tensor,
-        lengths: Sequence[int],
-        is_control: Callable[[int], bool],
-        seconds: float = 0.0,
-        events: Sequence[torch.cuda.Event] = (),
-    ):
-        self._ids = ids
-        self._lengths = lengths
-        self._is_control = is_control
-        self.seconds = seconds
-        self._events = events
-
-    def read(self) -> Iterator[list[list[int]]]:
-        """Wait for the ids of each row: first for all but the last, if they come one by one, then for all."""
-        if not isinstance(self._ids, Tensor):
-            yield self._wanted(self._ids)
-            return
-        if self._events:
-            began, nearly, done = self._events
-            nearly.synchronize()
-            yield self._wanted(self._ids[:-1].T.tolist())
-            done.synchronize()
-            self.seconds = began.elapsed_time(done) / 1e3
-        yield self._wanted(self._ids.T.tolist())
-
-    def _wanted(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        return [
-            list(itertools.takewhile(lambda i: not self._is_control(i), row[:length]))
-            for row, length in zip(ids, self._lengths, strict=True)
-        ]
+    ids: list[list[int]]
+    num_steps: int
+    seconds: float
 
 
 class MemberDrafter:
     """A member that drafts by writing on greedily, one of its own tokens at a time.
 
     Args:
-        member: The member.
+        index: Its number.
+        state: Its state.
     """
 
-    def __init__(self, member: Member):
-        self.member = member
-        no_token = (member.encoder.token_bytes.kinds == NO_TOKEN).nonzero()[0]
-        self._no_token = torch.as_tensor(no_token, device=member.device) if len(no_token) else None
+    def __init__(self, index: int, state: MemberState[MemberContext]):
+        self.index = index
+        self.member = state.member
+        self._state = state
+        no_token = (self.member.encoder.token_bytes.kinds == NO_TOKEN).nonzero()[0]
+        self._no_token = torch.as_tensor(no_token, device=self.member.device) if len(no_token) else None
 
-    def draft(self, state: MemberState[MemberContext], lengths: Sequence[int], clock: Callable[[], float]) -> Draft:
+    def draft(self, lengths: Sequence[int], clock: Callable[[], float]) -> Iterator[Drafted]:
         """Let the member write on in its own contexts, which stay as they are.
 
+        A draft ends before a control token. There is none where a row has more ids than the member has positions.
+
         Args:
-            state: The member's state.
             lengths: For each row, at most how many ids are wanted.
             clock: Gives seconds.
 
         Returns:
-            For each row, the member's ids, up to where it wrote a control token; none where a row has more ids than
-            the member has positions.
+            What has been drafted, each time with more ids, the last time with all. A GPU may still be drafting: then the
+            iterator waits for it.
         """
-        start = clock()
+        start, state = clock(), self._state
         contexts = list(state.contexts)
         limit = self.member.max_positions
         if limit is not None and max(len(context.ids) for context in contexts) > limit:
-            return Draft([[] for _ in contexts], lengths, self.member.is_control)
+            return iter([Drafted([[] for _ in contexts], 0, 0.0)])
         drafts = [PlainContext(list(context.ids), context.num_kept) for context in contexts]
         active = [n for n, length in enumerate(lengths) if length > 0 and not contexts[n].sits_out]
         state.contexts = drafts  # type: ignore[assignment]
         if self.member.is_captured and len(active) == len(contexts):
-            ids, events = self._write_chained(state, drafts, max(lengths))
-            written = Draft(ids, lengths, self.member.is_control, clock() - start, events)
+            ids, events = self._write_chained(drafts, max(lengths))
+            drafted = self._arriving(ids, lengths, clock() - start, events)
         else:
-            rows = self._write_one_by_one(state, drafts, lengths, active)
-            written = Draft(rows, lengths, self.member.is_control, clock() - start)
+            written, num_steps = self._write_one_by_one(drafts, lengths, active)
+            drafted = iter([Drafted(written, num_steps, clock() - start)])
         for context, draft in zip(contexts, drafts, strict=True):
             context.num_kept = min(draft.num_kept, len(context.ids))
         state.contexts = contexts
-        return written
+        return drafted
 
-    def _write_chained(
-        self, state: MemberState[MemberContext], drafts: Sequence[PlainContext], length: int
-    ) -> tuple[Tensor, list[torch.cuda.Event]]:
+    def _write_chained(self, drafts: Sequence[PlainContext], length: int) -> tuple[Tensor, list[torch.cuda.Event]]:
         """Start writing ids, each of which the device passes on to the next step.
 
         They are written beside all else, so that what is launched meanwhile does not wait for them.
 
         Returns:
-            The ids and the events of `Draft`.
+            The ids, of shape `(num_steps, num_rows)`, which a GPU fills in as it goes. And, for a GPU, its events: when
+            it began, when all but the last ids were there, and when it was done.
         """
-        is_cuda = self.member.device.type == "cuda"
+        state, is_cuda = self._state, self.member.device.type == "cuda"
         ids = torch.empty(length, len(drafts), dtype=torch.long, pin_memory=is_cuda)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if is_cuda else []
         if is_cuda:
@@ -207,29 +176,41 @@ class MemberDrafter:
                 events[2].record()
         return ids[:num_written], events
 
+    def _arriving(
+        self, ids: Tensor, lengths: Sequence[int], seconds: float, events: Sequence[torch.cuda.Event]
+    ) -> Iterator[Drafted]:
+        """Wait for what `_write_chained` has started: first for all ids but the last, then for all."""
+
+        def wanted(steps: Tensor) -> list[list[int]]:
+            rows = [row[:length] for row, length in zip(steps.T.tolist(), lengths, strict=True)]
+            return [list(itertools.takewhile(lambda i: not self.member.is_control(i), row)) for row in rows]
+
+        if events:
+            began, nearly, done = events
+            nearly.synchronize()
+            yield Drafted(wanted(ids[:-1]), len(ids) - 1, 0.0)
+            done.synchronize()
+            seconds = began.elapsed_time(done) / 1e3
+        yield Drafted(wanted(ids), len(ids), seconds)
+
     def _write_one_by_one(
-        self,
-        state: MemberState[MemberContext],
-        drafts: Sequence[PlainContext],
-        lengths: Sequence[int],
-        active: list[int],
-    ) -> list[list[int]]:
+        self, drafts: Sequence[PlainContext], lengths: Sequence[int], active: list[int]
+    ) -> tuple[list[list[int]], int]:
+        """Write in these rows until they are as long as wanted, and count the steps."""
         limit = self.member.max_positions
         written: list[list[int]] = [[] for _ in drafts]
+        num_steps = 0
         while active:
-            best = self._best(state.logits(rows=active)).tolist()
+            best = self._best(self._state.logits(rows=active)).tolist()
+            num_steps += 1
+            active = [n for n in active if not self.member.is_control(best[n])]
             for n in active:
-                if not self.member.is_control(best[n]):
-                    written[n].append(best[n])
-                    drafts[n].ids.append(best[n])
+                written[n].append(best[n])
+                drafts[n].ids.append(best[n])
             active = [
-                n
-                for n in active
-                if not self.member.is_control(best[n])
-                and len(written[n]) < lengths[n]
-                and (limit is None or len(drafts[n].ids) <= limit)
+                n for n in active if len(written[n]) < lengths[n] and (limit is None or len(drafts[n].ids) <= limit)
             ]
-        return written
+        return written, num_steps
 
     def _best(self, logits: Tensor) -> Tensor:
         if self._no_token is not None:

@@ -59,7 +59,16 @@ class Speculation:
         return [n for n, member in enumerate(self._members) if member.name == self.name and not self.uses_ngrams][:1]
 
     def refuse(self, what: str, why: str, remedy: str) -> None:
-        """Refuse an option, unless the plain loop may take over."""
+        """Refuse an option, unless the plain loop may take over.
+
+        Args:
+            what: What cannot be used with drafts.
+            why: Why not.
+            remedy: What to do: "Leave it out".
+
+        Raises:
+            ConfigurationError: If the plain loop may not.
+        """
         if not self.is_auto:
             raise ConfigurationError(
                 f"`speculation={self.name!r}` cannot be used with {what}: {why}. {remedy}, or pass "
@@ -97,7 +106,12 @@ def obstacle_in_call(settings: Any, has_cache: bool, synced_gpus: Any, records: 
 
 
 def obstacle_in_method(method: MethodConfig, weights: MixingWeights) -> Obstacle | None:
-    """What stands against drafts in how members are mixed; None if nothing does."""
+    """What stands against drafts in how members are mixed; None if nothing does.
+
+    Args:
+        method: The method's options.
+        weights: The mixing weights.
+    """
     return _first([
         (isinstance(method, SweetSpanConfig), "method 'sweetspan'", "its candidates are drafts already",
          "Choose a token-level method"),

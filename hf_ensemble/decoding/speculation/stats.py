@@ -1,5 +1,6 @@
 """What came of the drafts of one call."""
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -67,8 +68,7 @@ class SpeculationStats:
 
     def _counted(self, what: str) -> dict[str, int]:
         counts: Counter[str] = Counter()
-        for row in self.rounds:
-            for item in row:
-                if item.drafter is not None:
-                    counts[item.drafter] += getattr(item, what)
+        for item in itertools.chain(*self.rounds):
+            if item.drafter is not None:
+                counts[item.drafter] += getattr(item, what)
         return dict(counts)

@@ -1,0 +1,143 @@
+"""One member reads every row and its draft in one forward pass, and then follows what was written."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...members.member import MemberState
+from ...vocabulary.context import MemberContext, num_common
+from .chain import Chain
+
+
+class Reading:
+    """What one member reads in one round.
+
+    A draft is read with the context at its end; a context before it that does not begin like this one is a branch: one
+    more row of the same forward pass. The rows of the member's state are the live rows, and then the branches.
+
+    Args:
+        index: The member's number.
+        state: Its state, with one row for each live row.
+        chains: The live rows.
+        is_needed: For each position, whether the member's logits are needed there.
+        device: Where the logits are to be mixed.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        state: MemberState[MemberContext],
+        chains: Sequence[Chain],
+        is_needed: Sequence[bool],
+        device: torch.device,
+    ):
+        self._state = state
+        self._device = device
+        self._num_positions = len(is_needed)
+        # Of each row of the state: its context, the live row that it belongs to, and after how many of its last ids
+        # logits are wanted.
+        self._contexts = [chain.contexts[0][index] for chain in chains]
+        self._parents = list(range(len(chains)))
+        self._num_last = [1] * len(chains)
+        self._rows_of: list[list[int]] = [[] for _ in chains]  # rows of the state that are read for each live row
+        self._wanted: list[tuple[int, int, int]] = []  # position, row, and how far from its end
+        for live_index, chain in enumerate(chains):
+            for contexts, position in zip(reversed(chain.contexts), reversed(chain.positions), strict=True):
+                if is_needed[position]:
+                    self._want(position, live_index, contexts[index])
+        self._wanted.sort()
+        self._read_rows = sorted(row for rows in self._rows_of for row in rows)
+        self._num_cached = [context.num_kept for context in self._contexts]
+
+    def start(self) -> None:
+        """Start the forward pass, if any position needs it."""
+        if not self._wanted:
+            return
+        positions, rows, from_end = zip(*self._wanted, strict=True)
+        columns = [max(self._num_last) - 1 - distance for distance in from_end]
+        self._at = sent([rows, columns], self._state.member.device)
+        self._positions = sent(positions, self._device) if len(positions) < self._num_positions else None
+        if len(self._contexts) > len(self._rows_of):
+            self._state.select(self._parents, self._contexts)
+        else:
+            self._state.contexts = self._contexts
+        self._state.start(self._num_last, rows=self._read_rows)
+
+    def logits(self) -> Tensor | None:
+        """Wait for the logits at all positions, of shape `(num_positions, vocab_size)`; None if none is needed.
+
+        They are zeros where the member is not needed.
+        """
+        if not self._wanted:
+            return None
+        logits = self._state.logits(self._num_last, rows=self._read_rows)
+        if logits.ndim == 2:
+            logits = logits[:, None]
+        taken = logits[self._at[0], self._at[1]].to(self._device).float()
+        if self._positions is not None:
+            spread = taken.new_zeros(self._num_positions, taken.shape[-1])
+            taken = spread.index_copy_(0, self._positions, taken)
+        return taken
+
+    def settle(self, contexts: Mapping[int, MemberContext]) -> None:
+        """Let the state follow the rows that go on, each from the row of the state that has read the most of it.
+
+        Args:
+            contexts: For each of these rows, by its live index, the member's context after what was written.
+        """
+        parents = []
+        for live_index, context in contexts.items():
+            parent = live_index
+            if rows := self._rows_of[live_index]:
+                # What all of these had cached before, and the written text keeps, they have in common.
+                start = min(context.num_kept, *(self._num_cached[row] for row in rows))
+                common = {
+                    row: start + num_common(self._contexts[row].ids[start:], context.ids[start:]) for row in rows
+                }
+                parent = max(rows, key=lambda row: common[row])
+                read = self._contexts[parent]
+                # A member that runs ahead has read the first id of what was written, too.
+                context.num_kept = common[parent] + max(0, read.num_kept - len(read.ids))
+            parents.append(parent)
+        select_rows(self._state, parents, list(contexts.values()))
+
+    def _want(self, position: int, live_index: int, context: MemberContext) -> None:
+        """Read a context: as the beginning of one that is read already, else in its row's own place, else as a branch."""
+        ids, rows = context.ids, self._rows_of[live_index]
+        row = next((row for row in rows if self._contexts[row].ids[: len(ids)] == ids), None)
+        if row is None:
+            row = len(self._contexts) if rows else live_index
+            rows.append(row)
+            if row == live_index:
+                self._contexts[row] = context
+            else:
+                self._contexts.append(context)
+                self._parents.append(live_index)
+                self._num_last.append(1)
+        distance = len(self._contexts[row].ids) - len(ids)
+        self._num_last[row] = max(self._num_last[row], distance + 1)
+        self._wanted.append((position, row, distance))
+
+
+def select_rows(state: MemberState[MemberContext], rows: Sequence[int], contexts: list[MemberContext]) -> None:
+    """Let row n of a state continue from what was row `rows[n]`, and follow `contexts[n]`.
+
+    Where no row moves, nothing is waited for.
+
+    Args:
+        state: The state.
+        rows: Rows to continue from.
+        contexts: What to follow.
+    """
+    if list(rows) == list(range(len(state.contexts))):
+        state.contexts = contexts
+    else:
+        state.select(rows, contexts)
+
+
+def sent(numbers: Any, device: torch.device) -> Tensor:
+    """Numbers of the host, on a device, without waiting for what the device does."""
+    there = torch.as_tensor(numbers)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
