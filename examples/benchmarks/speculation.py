@@ -1,8 +1,9 @@
 """Time drafts: each method with plain decoding, look-up in the text, each member as the drafter, and `auto`, in turn.
 
-Prints seconds a new token (on a CPU: of CPU time), entries drafted and kept in a round, and the ratio to plain decoding;
-by turns for every prompt, so that all meet the same machine. With `--save-acceptance` what was drafted and kept in every
-round goes to a file, for a replay elsewhere; `--draft-length` then fixes the length, whether it pays here or not.
+Prints seconds a new token (on a CPU: of CPU time), entries drafted and accepted in a round, and the ratio to plain
+decoding; by turns for every prompt, so that all meet the same machine. With `--save-acceptance` what was drafted and
+accepted in every round goes to a file, for a replay elsewhere; `--draft-length` then fixes the length, whether it pays
+here or not.
 
     python examples/benchmarks/speculation.py [--members A B] [--methods unite gac] [--prompts TEXT ...] [--device cuda]
 """
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--draft-length", type=int, help="length of every draft; default: what pays")
-    parser.add_argument("--save-acceptance", type=Path, help="file for what was kept in every round")
+    parser.add_argument("--save-acceptance", type=Path, help="file for what was accepted in every round")
     args = parser.parse_args()
     if args.draft_length is not None:
         DraftLength.choose = lambda self, drafters, share=1.0: (drafters[0], args.draft_length)
@@ -76,7 +77,7 @@ def main() -> None:
     drafters = [None, "ngram", *names, "auto"]
     acceptance = []
     print(
-        "\n| method | drafts | rounds | drafted a round | kept a round | s a token | ratio |\n|---|---|---|---|---|---|---|"
+        "\n| method | drafts | rounds | drafted a round | accepted a round | s a token | ratio |\n|---|---|---|---|---|---|---|"
     )
     for method in args.methods:
         timed(ensemble, args.prompts[0], 4, method=method)
@@ -89,9 +90,11 @@ def main() -> None:
                 if name is None:
                     continue
                 stats = output.speculation
-                for n, value in enumerate((stats.num_rounds, sum(stats.drafted.values()), sum(stats.kept.values()))):
+                for n, value in enumerate(
+                    (stats.num_rounds, sum(stats.drafted.values()), sum(stats.accepted.values()))
+                ):
                     counts[name][n + 1] += value
-                rounds = [[one.drafter, one.num_drafted, one.num_kept] for one in stats.rounds[0]]
+                rounds = [[one.drafter, one.num_drafted, one.num_accepted] for one in stats.rounds[0]]
                 acceptance.append({"method": method, "speculation": name, "prompt": prompt, "rounds": rounds})
         plain = seconds[None] / counts[None][0]
         for name in drafters:
