@@ -214,15 +214,11 @@ def abc(method, *scripts):
 
 @pytest.mark.parametrize("method", ["gac", "unite", UniteConfig(top_k=1), UniteConfig(top_k=2)], ids=str)
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_banning_the_best_leaves_the_next_best_or_an_error_that_says_so(method, do_sample):
+def test_banning_the_best_leaves_the_next_best(method, do_sample):
     """G6: A ban on the winner, on the only shared candidate, with a filter of one on top: no NaN."""
     ensemble, ids = abc(method)
     options = {"suppress_tokens": [ids["a"]], "do_sample": do_sample, "max_new_tokens": 2}
     options |= {"top_k": 1} if do_sample else {}
-    if isinstance(method, UniteConfig) and method.top_k == 1:
-        with pytest.raises(MemberError, match=r"nothing is left.*step 1"):
-            output_ids(ensemble, "d", **options)
-        return
     assert output_ids(ensemble, "d", **options)[0][1:] == [ids["b"]] * 2
 
 
@@ -239,8 +235,8 @@ def test_filters_at_their_limits_leave_one_candidate(method, options):
 @pytest.mark.parametrize("method", ["gac", UniteConfig(top_k=1)], ids=str)
 @pytest.mark.parametrize("way", ["prefix function", "processor"])
 @each_way
-def test_an_allowed_list_outside_of_what_is_proposed_is_followed_or_an_error(method, way, options):
-    """G6: No NaN, no error about probabilities: GaC falls back on what mass there is, UniTE has nothing to give."""
+def test_an_allowed_list_outside_of_what_is_proposed_is_followed(method, way, options):
+    """G6: No NaN, no error about probabilities: what the members give these ids counts, however little."""
     ensemble, ids = abc(method)
     allowed = [ids["d"], ids["e"]]
     torch.manual_seed(0)
@@ -253,15 +249,7 @@ def test_an_allowed_list_outside_of_what_is_proposed_is_followed_or_an_error(met
         ]
     else:
         options["prefix_allowed_tokens_fn"] = lambda row, seen: allowed
-    try:
-        found = output_ids(ensemble, "d", **options)[0]
-    except MemberError as error:
-        # The prefix function of newer versions allows the listed ids evenly where nothing else is left.
-        assert method != "gac"
-        assert "nothing is left" in str(error)  # noqa: PT017
-    else:
-        assert set(found) <= set(allowed)
-        assert method == "gac" or way == "prefix function"
+    assert set(output_ids(ensemble, "d", **options)[0]) <= {*allowed, ids["d"]}
 
 
 @each_token_method
