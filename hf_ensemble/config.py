@@ -1,11 +1,16 @@
 """Configurations: what an ensemble is made of, how its members are mixed, and with which options."""
 
 import dataclasses
+import functools
+import inspect
 import math
+import operator
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from .errors import ConfigurationError
@@ -201,8 +206,9 @@ class MemberConfig:
     """Where one member comes from and how it is loaded."""
 
     path: str | None = None
-    """Hub id or path of the model. In a saved ensemble, a path that begins with `./` lies within its folder or
-    repository. None: the member was given as an object that came from nowhere."""
+    """Hub id or path of the model, or of an adapter, which is then loaded on the model that it names. In a saved
+    ensemble, a path that begins with `./` or `../` starts at its folder or repository. None: the member was given as an
+    object that came from nowhere."""
 
     name: str | None = None
     """Name used in errors, and to choose it as a drafter. Default: the last part of `path`."""
@@ -225,6 +231,15 @@ class MemberConfig:
     tokenizer: str | None = None
     """Hub id or path of the tokenizer, if it is not beside the model."""
 
+    adapter: str | None = None
+    """Hub id or path of an adapter (LoRA and its like) that is loaded on the model at `path`. Needs `peft`."""
+
+    adapter_revision: str | None = None
+    """Branch, tag or commit of the adapter on the Hub."""
+
+    adapter_subfolder: str | None = None
+    """Folder of the adapter within its repository or path."""
+
     eos_token_id: list[int] = field(default_factory=list)
     """Ids that end a text besides those of the member's generation config."""
 
@@ -238,15 +253,42 @@ class MemberConfig:
     commit: str | None = field(default=None, compare=False, repr=False)
     """Commit that was loaded from the Hub, filled in while loading. Never saved, but `revision` of what is pushed."""
 
+    adapter_commit: str | None = field(default=None, compare=False, repr=False)
+    """The adapter's commit, likewise."""
+
     def __post_init__(self) -> None:
-        if isinstance(self.eos_token_id, int):
-            self.eos_token_id = [self.eos_token_id]
+        if isinstance(self.dtype, torch.dtype):
+            self.dtype = str(self.dtype).removeprefix("torch.")
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            if option.type != str | None or value is None:
+                continue
+            if isinstance(value, os.PathLike):
+                setattr(self, option.name, os.fspath(value))
+            elif not isinstance(value, str):
+                raise ConfigurationError(
+                    f"a member's `{option.name}` has to be a text or None, but is {value!r:.200}."
+                )
+        given: Any = [] if self.eos_token_id is None else self.eos_token_id
+        try:
+            self.eos_token_id = [operator.index(i) for i in (given if isinstance(given, (list, tuple)) else [given])]
+        except TypeError:
+            raise ConfigurationError(
+                f"a member's `eos_token_id` has to be an id or a list of ids, but is {given!r:.200}."
+            ) from None
 
     def to_dict(self) -> dict[str, Any]:
         """What is saved: everything that is set, but for what belongs to one machine."""
         values = dataclasses.asdict(self)
-        del values["device_map"], values["commit"]
+        del values["device_map"], values["commit"], values["adapter_commit"]
         return {key: value for key, value in values.items() if value not in (None, [])}
+
+
+_COMMON_OPTIONS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+"""Options of every language model, which some classes of configurations do not declare."""
 
 
 class EnsembleConfig(PreTrainedConfig):
@@ -270,14 +312,28 @@ class EnsembleConfig(PreTrainedConfig):
     """The primary's configuration."""
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self.members = [m if isinstance(m, MemberConfig) else MemberConfig(**m) for m in self.members or []]
+        members: Any = self.members or []
+        if not isinstance(members, (list, tuple)):
+            raise ConfigurationError(f"`members` has to be a list of `MemberConfig`s, but is {members!r:.200}.")
+        self.members = [_member_config(place, item) for place, item in enumerate(members)]
         self.method = method_config(self.method)
         if self.weights is not None:
             self.weights = normalize_weights(self.weights, len(self.members), self.method.takes_weights_as_given)
-        if isinstance(self.primary_config, dict):
-            options = dict(self.primary_config)
-            self.primary_config = AutoConfig.for_model(options.pop("model_type"), **options)
+        primary_config = _primary_config(self.primary_config)
+        # The base class fills in what it finds, and must not find it with the primary.
+        self.primary_config = None
         super().__post_init__(**kwargs)
+        self.primary_config = primary_config
+
+    def __getattr__(self, name: str) -> Any:
+        """What libraries read of a model's configuration (`vocab_size`, `hidden_size`, …) is the primary's."""
+        primary_config = self.__dict__.get("primary_config")
+        if primary_config is not None:
+            text_config = primary_config.get_text_config(decoder=True)
+            kind: Any = type(text_config)
+            if name in _options_of(kind):
+                return getattr(text_config, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """The primary's text configuration: an ensemble reads and writes its ids."""
@@ -292,7 +348,42 @@ class EnsembleConfig(PreTrainedConfig):
         values["members"] = [member.to_dict() for member in self.members]
         values["method"] = self.method.to_dict()
         values["primary_config"] = None if self.primary_config is None else self.primary_config.to_dict()
-        for part in (values, values["primary_config"] or {}):
-            # A path of this machine, or what `members` says anyway.
-            part.pop("_name_or_path", None)
-        return values
+        # A path of this machine, or what `members` says anyway.
+        found: dict[str, Any] = _without_key(values, "_name_or_path")
+        return found
+
+
+def _member_config(place: int, given: Any) -> MemberConfig:
+    if isinstance(given, MemberConfig):
+        return given
+    if not isinstance(given, dict):
+        raise ConfigurationError(f"member {place} has to be a `MemberConfig` or its options, but is {given!r:.200}.")
+    known = [option.name for option in dataclasses.fields(MemberConfig)]
+    if unknown := sorted(map(str, set(given).difference(known))):
+        raise ConfigurationError(f"member {place} has no option {unknown[0]!r}. Options: {', '.join(known)}.")
+    return MemberConfig(**given)
+
+
+def _primary_config(given: Any) -> PreTrainedConfig | None:
+    if isinstance(given, dict):
+        options = dict(given)
+        try:
+            given = AutoConfig.for_model(options.pop("model_type", None), **options)
+        except Exception as error:
+            raise ConfigurationError(f"`primary_config` cannot be read: {str(error)[:200]}") from error
+    if given is not None and (not isinstance(given, PreTrainedConfig) or isinstance(given, EnsembleConfig)):
+        raise ConfigurationError(f"`primary_config` has to be the configuration of a model, but is {given!r:.200}.")
+    return given
+
+
+@functools.cache
+def _options_of(kind: Any) -> frozenset[str]:
+    """What a class of configurations declares, by all names; not what a checkpoint adds, such as code to run."""
+    return frozenset({*inspect.signature(kind.__init__).parameters, *kind.attribute_map, *_COMMON_OPTIONS})
+
+
+def _without_key(value: Any, key: str) -> Any:
+    """A JSON value without the entries of one key, however deep."""
+    if isinstance(value, dict):
+        return {name: _without_key(part, key) for name, part in value.items() if name != key}
+    return [_without_key(part, key) for part in value] if isinstance(value, list) else value

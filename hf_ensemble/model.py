@@ -3,15 +3,12 @@
 import contextlib
 import copy
 import dataclasses
-import inspect
 import os
-import posixpath
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -23,7 +20,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from . import messages
 from .chat.rendering import ChatRenderer
 from .chat.tokenizer import ensemble_tokenizer
 from .config import (
@@ -32,7 +28,6 @@ from .config import (
     MethodConfig,
     check_positive_integer,
     method_config,
-    normalize_weights,
 )
 from .decoding.call import Call
 from .decoding.kept import Kept
@@ -40,8 +35,10 @@ from .decoding.prompts import OwnPrompts, encode_primary_prompt, prepare_prompt
 from .decoding.refusals import refuse_for_ensembles, refuse_without_output
 from .decoding.step_weights import StepWeights, WeightsLike
 from .errors import ConfigurationError
-from .hub.loading import HUB_OPTIONS, check_members, check_token, load_members, loaded_commit, resolve_members
-from .hub.saving import EnsembleParts, is_local, local_card, plan_push, plan_save, push_ensemble, write_ensemble
+from .hub.loading import load_parts, make_members
+from .hub.planning import EnsembleParts, plan_push
+from .hub.pushing import PushOptions, push_plan
+from .hub.saving import check_save_options, save_ensemble
 from .member_comparison import CompatibilityReport, compare_members
 from .members.member import Member
 from .modes import mode_for_generate, mode_of
@@ -127,40 +124,7 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
             ConfigurationError: If the lists do not match, or a model is no decoder-only causal language model.
             VocabularyError: If a tokenizer cannot be understood.
         """
-        if not models:
-            raise ConfigurationError("an ensemble needs at least one member: got 0.")
-        if len(tokenizers) != len(models):
-            raise messages.wrong_count("tokenizers", len(tokenizers), len(models))
-        if member_configs is None:
-            member_configs = [MemberConfig(path=str(model.name_or_path) or None) for model in models]
-        if len(member_configs) != len(models):
-            raise messages.wrong_count("member_configs", len(member_configs), len(models))
-        config = EnsembleConfig(
-            members=[dataclasses.replace(item) for item in member_configs],
-            method=method_config(method),
-            weights=weights,
-            primary_config=copy.deepcopy(models[0].config),
-        )
-        config.method.check_members(len(models))
-        known: dict[tuple[int, int, tuple[int, ...]], Member] = {}
-        members = []
-        for model, tokenizer, item in zip(models, tokenizers, config.members, strict=True):
-            if item.dtype is None:
-                item.dtype = str(model.dtype).removeprefix("torch.")
-            beside = str(getattr(model, "name_or_path", "") or "")
-            if item.tokenizer is None and tokenizer.name_or_path and tokenizer.name_or_path != beside:
-                item.tokenizer = tokenizer.name_or_path
-            if item.commit is None and item.path and not is_local(item.path):
-                # Transformers 5.17 keeps the commit with the configuration.
-                item.commit = getattr(model.config, "_commit_hash", None) or loaded_commit(
-                    item.path, posixpath.join(item.subfolder or "", "config.json"), item.revision, None
-                )
-            key = (id(model), id(tokenizer), tuple(item.eos_token_id))
-            if key not in known:
-                known[key] = Member(model, tokenizer, name=item.name, extra_eos_token_ids=item.eos_token_id)
-            members.append(known[key])
-        config._attn_implementation = models[0].config._attn_implementation
-        return cls(config, members)
+        return cls(*make_members(models, tokenizers, method, weights, member_configs))
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -197,42 +161,12 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
         """
         if model_args:
             raise ConfigurationError(f"an ensemble takes no positional model arguments, but got {len(model_args)}.")
-        kwargs.pop("adapter_kwargs", None)
-        if "torch_dtype" in kwargs:
-            dtype = kwargs.pop("torch_dtype")
-        source = pretrained_model_name_or_path
-        hub: dict[str, Any] = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
-        check_token(hub.get("token"))
-        is_saved = False
-        if isinstance(source, (str, os.PathLike)):
-            located: dict[str, Any] = {key: kwargs.pop(key) for key in ("revision", "subfolder") if key in kwargs}
-            if config is None:
-                config = _read_config(str(source), located | hub)
-            if isinstance(config, EnsembleConfig):
-                is_saved = True
-                saved = copy.deepcopy(config)
-                items = resolve_members(saved.members, str(source), located, hub)
-                method = saved.method if method is None else method
-                weights = saved.weights if weights is None else weights
-                if dtype != "auto" and dtype is not None:
-                    for item in items:
-                        item.dtype = None
-            else:
-                items = [MemberConfig(path=str(source), **located)]
-        else:
-            items = [item if isinstance(item, MemberConfig) else MemberConfig(path=os.fspath(item)) for item in source]
-        if not items:
-            raise ConfigurationError("an ensemble needs at least one member: got an empty list.")
-        items = [dataclasses.replace(item) for item in items]
-        method = method_config("unite" if method is None else method)
-        if weights is not None:
-            weights = normalize_weights(weights, len(items), method.takes_weights_as_given)
-        method.check_members(len(items))
-        configs = check_members(items, hub)
-        models, loaded_tokenizers = load_members(items, configs, dtype, device_map, tokenizers, kwargs)
-        ensemble = cls.from_members(models, loaded_tokenizers, method, weights, items)
-        if is_saved:
-            ensemble._load_generation_config(str(source), located | hub)
+        made, members, generation_config = load_parts(
+            pretrained_model_name_or_path, config, method, weights, dtype, device_map, tokenizers, kwargs
+        )
+        ensemble = cls(made, members)
+        if generation_config is not None:
+            ensemble.generation_config = generation_config
         return ensemble
 
     def save_pretrained(  # type: ignore[override]
@@ -268,33 +202,13 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
                 written or would be overwritten; if a generation configuration cannot be saved; or if an option is
                 unknown. Nothing is written then.
         """
-        if state_dict is not None or not safe_serialization:
-            raise ConfigurationError(
-                "an ensemble takes neither `state_dict` nor `safe_serialization=False`: with `include_members=True` its "
-                "members are written with their own weights, as safetensors."
-            )
+        # Stock wrappers hand on a token that nobody gave.
         if push_options.get("token") is None:
             push_options.pop("token", None)
-        known = {"repo_id", *inspect.signature(self.push_to_hub).parameters} - {"include_members", "max_shard_size"}
-        if push_options and not (push_to_hub and set(push_options) <= known):
-            raise ConfigurationError(
-                f"`save_pretrained` of an ensemble has no option {next(iter(set(push_options) - known), None)!r}."
-                if push_to_hub
-                else f"options {sorted(push_options)} do nothing without `push_to_hub=True`."
-            )
-        check_token(push_options.get("token"))
-        if not is_main_process:
-            return
-        folder = Path(save_directory).resolve()
-        if folder.is_file():
-            raise ConfigurationError(f"{str(folder)!r} is a file; an ensemble is saved to a folder.")
-        plan = plan_save(self._parts(), include_members, folder)
-        if push_to_hub:
-            repo_id = push_options.pop("repo_id", folder.name)
-            plan_push(self._parts(), include_members, HfApi(token=push_options.get("token")))
-        write_ensemble(plan, folder, max_shard_size, local_card(plan, folder, self.model_tags or ()))
-        if push_to_hub:
-            self.push_to_hub(repo_id, max_shard_size=max_shard_size, include_members=include_members, **push_options)
+        check_save_options(state_dict, safe_serialization, push_to_hub, push_options)
+        if is_main_process:
+            options = push_options if push_to_hub else None
+            save_ensemble(self._parts(), save_directory, include_members, max_shard_size, options)
 
     def push_to_hub(  # type: ignore[override]
         self,
@@ -335,31 +249,20 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
                 before anything is uploaded. Otherwise as `save_pretrained`.
             huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
         """
-        check_token(token)
-        api = HfApi(token=token, library_name="hf_ensemble")
-        return push_ensemble(
-            plan_push(self._parts(), include_members, api),
-            api,
-            repo_id,
-            max_shard_size=max_shard_size,
-            commit_message=commit_message,
-            commit_description=commit_description,
-            private=private,
-            revision=revision,
-            create_pr=create_pr,
-            tags=[*(self.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())],
-        )
+        options = PushOptions(commit_message, commit_description, private, token, revision, create_pr, tags)
+        plan = plan_push(self._parts(), include_members, options.connect())
+        return push_plan(plan, repo_id, max_shard_size, options)
 
     def _parts(self) -> EnsembleParts:
         config: Any = self.config
-        return EnsembleParts(config, self.generation_config, self._members, self.tokenizer, type(self).__name__)
-
-    def _load_generation_config(self, source: str, located: dict[str, Any]) -> None:
-        try:
-            self.generation_config = GenerationConfig.from_pretrained(source, **located)
-        except OSError:
-            # The primary's own stays.
-            return
+        return EnsembleParts(
+            config,
+            self.generation_config,
+            self._members,
+            self.tokenizer,
+            type(self).__name__,
+            list(self.model_tags or ()),
+        )
 
     def compatibility(
         self,
@@ -635,16 +538,6 @@ def _ended_on_failure(streamer: Any) -> Iterator[None]:
             with contextlib.suppress(Exception):
                 streamer.end()
         raise
-
-
-def _read_config(source: str, located: dict[str, Any]) -> PreTrainedConfig | None:
-    try:
-        return AutoConfig.from_pretrained(source, **located)  # type: ignore[no-any-return]
-    except ConfigurationError:
-        raise
-    except (OSError, ValueError):
-        # `check_members` says what is wrong with it.
-        return None
 
 
 AutoConfig.register(EnsembleConfig.model_type, EnsembleConfig)

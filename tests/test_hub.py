@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,87 @@ def test_nothing_of_this_machine_is_uploaded(server, pair, tmp_path, monkeypatch
                 words = (str(tmp_path), str(pair[0].parent), TOKEN, "ann-on-her-machine", "trust_remote_code")
                 for word in (*words, "device_map", "cache_dir"):
                     assert word.encode() not in data, (path, word)
+
+
+# --- Adapters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapted(server, tmp_path):
+    """An adapter of `org/left`, in a repository of its own, at its root and in a folder; and the logits that it gives."""
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = AutoModelForCausalLM.from_pretrained("org/left")
+        model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+        for place in ("tuned", "tuned/checkpoint-2"):
+            model.save_pretrained(tmp_path / place)
+    server.add("org/tuned", tmp_path / "tuned")
+    return logits_of(model)
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[3, 5, 7]])).logits
+
+
+def test_an_adapter_on_the_hub_is_pinned_with_its_model(server, adapted, monkeypatch):
+    ensemble = EnsembleForCausalLM.from_pretrained(["org/tuned", "org/left"])
+    shas = {name: server.repositories[f"org/{name}"].branches["main"] for name in ("tuned", "left")}
+    for name in ("left", "tuned"):
+        repository = server.repositories[f"org/{name}"]
+        repository.commit({**repository.files(), "new": b""})
+    assert torch.equal(logits_of(ensemble.members[0]), adapted)
+    assert ensemble._members[0].name == "tuned"
+    ensemble.push_to_hub("ann/duo", token=TOKEN)
+    pinned = {"path": "org/left", "revision": shas["left"], "adapter": "org/tuned", "adapter_revision": shas["tuned"]}
+    assert pinned.items() <= pushed_config(server)["members"][0].items()
+    card = server.repositories["ann/duo"].files()["README.md"].decode()
+    assert yaml.safe_load(card.split("---")[1])["base_model"] == ["org/left", "org/tuned"]
+    EnsembleForCausalLM.from_pretrained("ann/duo")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert torch.equal(logits_of(EnsembleForCausalLM.from_pretrained("ann/duo").members[0]), adapted)
+
+
+@pytest.mark.parametrize("where", ["as the member", "apart"])
+def test_an_adapter_lies_in_a_folder_of_a_revision(where, server, adapted):
+    repository = server.repositories["org/tuned"]
+    first = repository.branches["main"]
+    repository.commit({".gitattributes": b""})
+    if where == "apart":
+        item = MemberConfig("org/left", adapter="org/tuned", adapter_revision=first, adapter_subfolder="checkpoint-2")
+    else:
+        item = MemberConfig("org/tuned", revision=first, subfolder="checkpoint-2")
+    ensemble = EnsembleForCausalLM.from_pretrained([item])
+    assert torch.equal(logits_of(ensemble.members[0]), adapted)
+
+
+def test_a_bundled_adapter_is_read_from_the_same_commit(server, adapted, tmp_path):
+    ensemble = EnsembleForCausalLM.from_pretrained(["org/tuned", "org/right"])
+    ensemble.push_to_hub("ann/duo", token=TOKEN, include_members=True)
+    repository = server.repositories["ann/duo"]
+    for path, data in repository.files().items():
+        assert str(tmp_path).encode() not in data, path
+    sha = repository.branches["main"]
+    loaded = EnsembleForCausalLM.from_pretrained("ann/duo")
+    assert torch.equal(logits_of(loaded.members[0]), adapted)
+    repository.commit({})
+    loaded.save_pretrained(tmp_path / "reference")
+    again = EnsembleForCausalLM.from_pretrained(tmp_path / "reference")
+    assert torch.equal(logits_of(again.members[0]), adapted)
+    item = again.config.members[0]
+    found = (item.adapter, item.adapter_revision, item.adapter_subfolder)
+    assert found == ("ann/duo", sha, "members/tuned/adapter")
+
+
+def test_a_local_adapter_cannot_be_pushed_by_reference(server, adapted, tmp_path):
+    ensemble = EnsembleForCausalLM.from_pretrained([MemberConfig(path="org/left", adapter=tmp_path / "tuned")])
+    with pytest.raises(ConfigurationError, match="the adapter of member 'left' lies in a folder of this machine"):
+        ensemble.push_to_hub("ann/duo", token=TOKEN)
+    private = server.repositories["org/tuned"]
+    private.private = True
+    with pytest.raises(ConfigurationError, match="'org/left' cannot be loaded: there is no adapter at 'org/tuned'"):
+        EnsembleForCausalLM.from_pretrained([MemberConfig(path="org/left", adapter="org/tuned")])
 
 
 # --- Options of pushing ---------------------------------------------------------------------------------------------

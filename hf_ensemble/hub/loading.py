@@ -1,169 +1,181 @@
-"""Finding, checking and loading the members of an ensemble."""
+"""Making an ensemble's members: of loaded models, of what is loaded for a list of ids, or as it was saved."""
 
+import copy
 import dataclasses
 import os
-import posixpath
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ..config import EnsembleConfig, MemberConfig
+from .. import messages
+from ..config import EnsembleConfig, MemberConfig, MethodConfig, method_config, normalize_weights
 from ..errors import ConfigurationError, VocabularyError
-from ..messages import wrong_count
+from ..members.member import Member
+from .adapters import adapter_file, add_adapter
+from .finding import checked_member, read_source, source_options
+from .in_place import finish_writing
 from .placement import check_memory, remaining_memory
-
-HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
-"""Options of `from_pretrained` that say how the Hub is reached."""
-
-_WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
-
-
-def resolve_members(
-    items: Sequence[MemberConfig], source: str, located: dict[str, Any], hub: dict[str, Any]
-) -> list[MemberConfig]:
-    """The members of a saved ensemble, so that they are found from anywhere.
-
-    Paths within its folder become whole paths. Paths within its repository become that repository, the commit that its
-    configuration was read from, and a subfolder.
-
-    Args:
-        items: The members as saved.
-        source: Folder or Hub id of the ensemble.
-        located: `revision` and `subfolder` of the ensemble.
-        hub: Options of Hub access.
-
-    Raises:
-        ConfigurationError: If a path leads out of the repository.
-    """
-    base = located.get("subfolder") or ""
-    if os.path.isdir(source):
-        return [
-            dataclasses.replace(
-                item, path=_within(source, base, item.path), tokenizer=_within(source, base, item.tokenizer)
-            )
-            for item in items
-        ]
-    revision = located.get("revision")
-    commit = loaded_commit(source, posixpath.join(base, "config.json"), revision, hub.get("cache_dir"))
-    resolved = []
-    for item in items:
-        if (item.path or "").startswith("."):
-            subfolder = posixpath.normpath(posixpath.join(base, str(item.path), item.subfolder or ""))
-            if subfolder.startswith(".."):
-                raise ConfigurationError(
-                    f"the ensemble {source!r} names a member outside its repository: {item.path!r}."
-                )
-            found = dataclasses.replace(item, path=source, revision=commit or revision, subfolder=subfolder)
-            resolved.append(dataclasses.replace(found, name=item.name or posixpath.basename(subfolder)))
-        else:
-            resolved.append(item)
-    return resolved
+from .references import (
+    HUB_OPTIONS,
+    check_token,
+    is_local,
+    loaded_commit,
+    name_of,
+    place_of_adapter,
+    place_of_model,
+    whole_path,
+    with_whole_paths,
+)
 
 
-def _within(source: str, base: str, path: str | None) -> str | None:
-    if path is None:
-        return None
-    inside = Path(source, base, path)
-    return os.path.abspath(inside) if path.startswith(".") or inside.is_dir() else path
-
-
-def loaded_commit(repo_id: str, file: str, revision: str | None, cache_dir: Any) -> str | None:
-    """The commit that a file was just read from, by where it lies in the Hub's cache; None if that cannot be told.
+def load_parts(
+    source: Any,
+    config: PreTrainedConfig | None,
+    method: str | MethodConfig | None,
+    weights: Sequence[float] | None,
+    dtype: Any,
+    device_map: Any,
+    tokenizers: Sequence[Any] | None,
+    options: dict[str, Any],
+) -> tuple[EnsembleConfig, list[Member], GenerationConfig | None]:
+    """Load an ensemble from its members, or as it was saved.
 
     Args:
-        repo_id: Of the repository.
-        file: Path of the file in it.
-        revision: Branch, tag or commit that was asked for.
-        cache_dir: Of the cache, if not the usual one.
-    """
-    pinned: str | None = getattr(revision, "resolved", None)
-    if pinned is not None:
-        return pinned
-    try:
-        found = try_to_load_from_cache(repo_id, file, cache_dir=cache_dir, revision=revision)
-    except ValueError:
-        # No Hub id at all.
-        return None
-    return Path(found).parents[file.count("/")].name if isinstance(found, str) else None
-
-
-def check_token(token: Any) -> None:
-    """Refuse a token that cannot be sent: the error of the client would show it.
-
-    Raises:
-        ConfigurationError: If it is empty or holds white space.
-    """
-    if isinstance(token, str) and token.split() != [token]:
-        raise ConfigurationError("`token` is empty or holds white space, as no token of the Hub does.")
-
-
-def check_members(items: Sequence[MemberConfig], hub: dict[str, Any]) -> list[PreTrainedConfig]:
-    """Check that every member is a causal language model that can be found, before any weight is read.
-
-    Args:
-        items: The members. Their `commit` is set, so that all files of a member are read from the same one.
-        hub: Options of Hub access.
+        source: A list of members, or the id or path of a saved ensemble or of a single model.
+        config: Configuration of a saved ensemble, where it is loaded already.
+        method: Name or configuration of the method; None: as saved, else `"unite"`.
+        weights: Mixing weights; None: as saved, else the same for all.
+        dtype: One for all members, or a list with one per member.
+        device_map: Likewise.
+        tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
+        options: `revision` and `subfolder` of the ensemble; the rest is passed on to every member's loading.
 
     Returns:
-        The members' configurations.
+        The ensemble's configuration, its members, and its generation configuration, if it was saved with one.
 
     Raises:
-        ConfigurationError: Naming the first member that fails, and why.
+        ConfigurationError: If a member cannot be found or is no causal language model; before any weight is read.
+        VocabularyError: If a tokenizer is missing or cannot be understood.
     """
-    configs = []
-    for place, item in enumerate(items):
-        if not item.path:
-            raise ConfigurationError(f"member {place} has no `path`: give a Hub id or a path.")
-        path = item.path
-        name = item.name or path
-        local = Path(path)
-        if (local.is_absolute() or path.startswith(".")) and not local.is_dir():
-            raise ConfigurationError(f"member {name!r} cannot be loaded: there is no folder {path!r}.")
-        if local.is_dir() and item.gguf_file is None:
-            weights = local / (item.subfolder or "")
-            if not any(any(weights.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
-                raise ConfigurationError(
-                    f"member {name!r} cannot be loaded: {path!r} holds no safetensors weights. Save the model with "
-                    "`save_pretrained`."
-                )
-        options = {"revision": item.revision, "subfolder": item.subfolder, "gguf_file": item.gguf_file}
-        try:
-            config = AutoConfig.from_pretrained(path, **{k: v for k, v in options.items() if v is not None}, **hub)
-        except (OSError, ValueError) as error:
-            inside = "".join(f", {key} {value!r}" for key, value in options.items() if value is not None)
-            no_folder = "" if local.is_dir() else f" (There is no folder {path!r} here either.)"
-            raise ConfigurationError(f"member {name!r}{inside} cannot be loaded: {error}{no_folder}") from error
-        if isinstance(config, EnsembleConfig):
-            raise ConfigurationError(f"member {name!r} is an ensemble itself. List its members instead.")
-        if config.is_encoder_decoder:
-            raise ConfigurationError(
-                f"member {name!r} is an encoder-decoder model ({config.model_type}), which an ensemble cannot hold. Use "
-                "decoder-only causal language models."
-            )
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not _has_head(config):
-            raise ConfigurationError(
-                f"member {name!r} is no causal language model: its configuration says {config.model_type!r}, "
-                f"architectures {config.architectures}."
-            )
-        if not local.is_dir():
-            file = posixpath.join(item.subfolder or "", item.gguf_file or "config.json")
-            item.commit = loaded_commit(path, file, item.revision, hub.get("cache_dir"))
-        configs.append(config)
-    return configs
+    options.pop("adapter_kwargs", None)
+    dtype = options.pop("torch_dtype", dtype)
+    hub = _hub_options(options)
+    check_token(hub.get("token"))
+    located: dict[str, Any] = {}
+    if isinstance(source, (str, os.PathLike)):
+        source = os.fspath(source)
+        located = {key: options.pop(key) for key in ("revision", "subfolder") if key in options}
+        if finish_writing(Path(source, located.get("subfolder") or "")):
+            config = None
+    asked, is_saved = read_source(source, config, located, hub)
+    method = method_config(asked.method if method is None else method)
+    weights = asked.weights if weights is None else weights
+    if not asked.members:
+        raise ConfigurationError("an ensemble needs at least one member: got an empty list.")
+    if weights is not None:
+        weights = normalize_weights(weights, len(asked.members), method.takes_weights_as_given)
+    method.check_members(len(asked.members))
+    if is_saved and dtype is not None and dtype != "auto":
+        for item in asked.members:
+            item.dtype = None
+    found = [checked_member(number, item, hub) for number, item in enumerate(asked.members)]
+    items = [item for item, _ in found]
+    models, loaded = _load_members(items, [own for _, own in found], dtype, device_map, tokenizers, options)
+    made, members = make_members(models, loaded, method, weights, items)
+    if isinstance(source, str):
+        made.name_or_path = source
+    return made, members, _read_generation_config(source, located | hub) if is_saved else None
 
 
-def load_members(
+def _read_generation_config(source: str, options: dict[str, Any]) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(source, **options)
+    except OSError:
+        # The primary's own stays.
+        return None
+
+
+def make_members(
+    models: Sequence[PreTrainedModel],
+    tokenizers: Sequence[PreTrainedTokenizerBase],
+    method: str | MethodConfig,
+    weights: Sequence[float] | None,
+    items: Sequence[MemberConfig] | None,
+) -> tuple[EnsembleConfig, list[Member]]:
+    """Make members, and the configuration that describes them.
+
+    Entries of one model with one tokenizer share them. Only where all else is the same too, they are one member.
+
+    Args:
+        models: Causal language models; the first is the primary.
+        tokenizers: Their fast tokenizers.
+        method: Name or configuration of the method.
+        weights: Mixing weights, one per member; None for all the same.
+        items: Where each member comes from, its name, and ids that end its texts; None for each model's own
+            `name_or_path`. They are not changed.
+
+    Raises:
+        ConfigurationError: If the lists do not match, or a model is no decoder-only causal language model.
+        VocabularyError: If a tokenizer cannot be understood.
+    """
+    if not models:
+        raise ConfigurationError("an ensemble needs at least one member: got 0.")
+    if len(tokenizers) != len(models):
+        raise messages.wrong_count("tokenizers", len(tokenizers), len(models))
+    if items is None:
+        items = [MemberConfig(path=str(model.name_or_path) or None) for model in models]
+    if len(items) != len(models):
+        raise messages.wrong_count("member_configs", len(items), len(models))
+    config = EnsembleConfig(
+        members=[_described(*trio) for trio in zip(models, tokenizers, items, strict=True)],
+        method=method_config(method),
+        weights=weights,
+        primary_config=copy.deepcopy(models[0].config),
+    )
+    config.method.check_members(len(models))
+    config._attn_implementation = models[0].config._attn_implementation
+    known: dict[Any, Member] = {}
+    members = []
+    for model, tokenizer, item in zip(models, tokenizers, config.members, strict=True):
+        options = {"name": item.name, "extra_eos_token_ids": tuple(item.eos_token_id)}
+        key = (id(model), id(tokenizer), *options.values())
+        if key not in known:
+            known[key] = Member(model, tokenizer, **options)
+        members.append(known[key])
+    return config, members
+
+
+def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, item: MemberConfig) -> MemberConfig:
+    """The member's configuration with what its model and tokenizer tell."""
+    item = with_whole_paths(item)
+    if item.dtype is None:
+        item.dtype = str(model.dtype).removeprefix("torch.")
+    found = whole_path(tokenizer.name_or_path or "")
+    if item.tokenizer is None and found not in (
+        "",
+        whole_path(str(getattr(model, "name_or_path", ""))),
+        item.path,
+        item.adapter,
+    ):
+        item.tokenizer = found
+    if item.commit is None and item.path and not is_local(item.path):
+        place = place_of_model(item)
+        # Transformers 5.17 keeps the commit with the configuration.
+        kept = getattr(model.config, "_commit_hash", None)
+        item.commit = kept or loaded_commit(place, place.in_folder("config.json"), None)
+    return item
+
+
+def _load_members(
     items: Sequence[MemberConfig],
     configs: Sequence[PreTrainedConfig],
     dtype: Any,
@@ -222,57 +234,53 @@ def load_members(
 
 
 def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
-    assert item.path is not None
-    options = {**_source_options(item), **kwargs, "dtype": "auto" if dtype is None else dtype}
+    options = {**source_options(item), **kwargs, "dtype": "auto" if dtype is None else dtype}
     if device_map is not None:
         options["device_map"] = device_map
     if item.gguf_file is None:
         options["use_safetensors"] = True
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(item.path, **options)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(item.path), **options)
     except (OSError, ValueError, ImportError, AttributeError) as error:  # the last for a dtype that torch has not
-        raise ConfigurationError(f"member {item.name or item.path!r} cannot be loaded: {error}") from error
+        raise ConfigurationError(f"member {name_of(item)!r} cannot be loaded: {error}") from error
+    if item.adapter is not None:
+        add_adapter(model, item, _hub_options(kwargs))
     return model
 
 
 def _load_tokenizer(item: MemberConfig, given: Any, kwargs: dict[str, Any]) -> PreTrainedTokenizerBase:
     if isinstance(given, PreTrainedTokenizerBase):
         return given
+    hub = _hub_options(kwargs)
     source = given or item.tokenizer
-    options = {} if source else _source_options(item)
-    options.update((key, kwargs[key]) for key in HUB_OPTIONS if key in kwargs)
+    options: dict[str, Any] = {}
+    if source is None:
+        # What an adapter was trained with lies beside it.
+        is_beside_adapter = item.adapter is not None and adapter_file(item, "tokenizer_config.json", hub) is not None
+        source = item.adapter if is_beside_adapter else item.path
+        options = place_of_adapter(item).options if is_beside_adapter else source_options(item)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source or item.path, **options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options, **hub)
     except Exception as error:
         raise VocabularyError(
-            f"member {item.name or item.path!r} has no tokenizer that can be loaded: {error} Set "
+            f"member {name_of(item)!r} has no tokenizer that can be loaded: {error} Set "
             "`MemberConfig(tokenizer=...)`, or pass `tokenizers=[...]` with one per member."
         ) from error
     if len(tokenizer) == 0:
         raise VocabularyError(
-            f"member {item.name or item.path!r} has an empty tokenizer. Set `MemberConfig(tokenizer=...)`, or pass "
+            f"member {name_of(item)!r} has an empty tokenizer. Set `MemberConfig(tokenizer=...)`, or pass "
             "`tokenizers=[...]` with one per member."
         )
     return tokenizer
-
-
-def _source_options(item: MemberConfig) -> dict[str, Any]:
-    revision = item.commit or item.revision
-    options = {"revision": revision, "subfolder": item.subfolder, "gguf_file": item.gguf_file}
-    return {key: value for key, value in options.items() if value is not None}
-
-
-def _has_head(config: Any) -> bool:
-    """Whether a checkpoint names a class with a language-modelling head (one that names none is believed)."""
-    names = config.architectures or []
-    return not names or any(
-        name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names
-    )
 
 
 def _per_member(name: str, value: Any, count: int) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
-        raise wrong_count(name, len(value), count)
+        raise messages.wrong_count(name, len(value), count)
     return list(value)
+
+
+def _hub_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: options[key] for key in HUB_OPTIONS if key in options}

@@ -3,10 +3,14 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub.repocard import metadata_load
 
-from ..config import EnsembleConfig
+from .planning import SavePlan
+from .references import is_local
 
 _CARD = """---
 {metadata}
@@ -46,12 +50,15 @@ The first is the primary: its tokenizer reads and writes the ids.
 
 
 @dataclass(frozen=True)
-class CardMember:
+class _CardMember:
     """What a card says about one member."""
 
     name: str
     hub_id: str | None
     """Where it comes from on the Hub; None: not from there."""
+
+    adapter_id: str | None
+    """Where its adapter comes from on the Hub; None: it has none, or not from there."""
 
     revision: str | None
     license: str | None
@@ -59,24 +66,24 @@ class CardMember:
     is_bundled: bool
 
 
-def model_card(
-    title: str, source: str, config: EnsembleConfig, members: Sequence[CardMember], tags: Sequence[str] = ()
-) -> str:
+def model_card(plan: SavePlan, title: str, source: str, tags: Sequence[str], api: HfApi | None) -> str:
     """Write the README.
 
     Args:
+        plan: What is saved.
         title: Its heading.
         source: What `from_pretrained` is to be given.
-        config: The ensemble's configuration.
-        members: What is known of each member, the primary first.
-        tags: More tags for the metadata.
+        tags: Tags for the metadata.
+        api: The Hub, asked for licences; None: nothing is asked.
     """
+    config, members = plan.config, _members_of(plan, api)
     licenses = {member.license for member in members}
     is_one = len(licenses) == 1 and not licenses & {None, "other"}
     metadata = ModelCardData(
         library_name="hf_ensemble",
         pipeline_tag="text-generation",
-        base_model=list(dict.fromkeys(member.hub_id for member in members if member.hub_id)) or None,
+        base_model=list(dict.fromkeys(i for member in members for i in (member.hub_id, member.adapter_id) if i))
+        or None,
         license=licenses.pop() if is_one else "other",
         license_name=None if is_one else "licences-of-the-members",
         tags=list(dict.fromkeys(["ensemble", "hf_ensemble", config.method.name, *tags])),
@@ -94,8 +101,50 @@ def model_card(
     )
 
 
-def _row(member: CardMember, weight: float) -> str:
-    origin = f"[{member.hub_id}](https://huggingface.co/{member.hub_id})" if member.hub_id else "a local folder"
+def _members_of(plan: SavePlan, api: HfApi | None) -> list[_CardMember]:
+    found = []
+    for item, given, member in zip(plan.config.members, plan.parts.config.members, plan.parts.members, strict=True):
+        revision = given.commit or given.revision if plan.bundled else item.revision
+        found.append(
+            _CardMember(
+                name=member.name,
+                hub_id=_hub_id(given.path),
+                adapter_id=_hub_id(given.adapter),
+                revision=revision,
+                license=_license(given.path, revision, api),
+                num_parameters=member.model.num_parameters(),
+                is_bundled=bool(plan.bundled),
+            )
+        )
+    return found
+
+
+def _hub_id(path: str | None) -> str | None:
+    return path if path and not is_local(path) else None
+
+
+def _license(path: str | None, revision: str | None, api: HfApi | None) -> str | None:
+    """A member's licence, by the metadata of its README; None if that cannot be told."""
+    if path is None:
+        return None
+    try:
+        if is_local(path):
+            metadata: Any = metadata_load(Path(path, "README.md")) or {}
+        elif api is not None:
+            metadata = api.model_info(path, revision=revision).card_data or {}
+        else:
+            return None
+    except (OSError, ValueError):
+        return None
+    license = metadata.get("license")
+    if license == "other":
+        license = metadata.get("license_name")
+    return license if isinstance(license, str) else None
+
+
+def _row(member: _CardMember, weight: float) -> str:
+    origin = _link(member.hub_id) if member.hub_id else "a local folder"
+    origin += f" with adapter {_link(member.adapter_id)}" if member.adapter_id else ""
     cells = [
         _plain(member.name),
         origin + (", included here" if member.is_bundled else ""),
@@ -105,6 +154,10 @@ def _row(member: CardMember, weight: float) -> str:
         f"{weight:.4g}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _link(hub_id: str) -> str:
+    return f"[{hub_id}](https://huggingface.co/{hub_id})"
 
 
 def _plain(text: str) -> str:

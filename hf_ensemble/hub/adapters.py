@@ -1,0 +1,303 @@
+"""Adapters (LoRA and its like): which members are or carry one, and how one is loaded and written."""
+
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import find_adapter_config_file  # type: ignore[attr-defined]
+
+from ..config import MemberConfig
+from ..errors import ConfigurationError
+from .references import Place, check_place, loaded_commit, name_of, place_of_adapter, place_of_model
+
+_CONFIG_FILE = "adapter_config.json"
+_WEIGHTS_FILE = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+"""What names of weights begin with in files of adapters."""
+
+_KEPT_DTYPE = "kept_dtype"
+"""In the metadata of weights that we wrote: they stay in their own dtype, unless another than the saved one is asked."""
+
+# Finding
+
+
+def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -> MemberConfig:
+    """The member with its adapter apart from its model; as it is, if it has none.
+
+    As for `AutoModelForCausalLM`, a path may be that of an adapter, and the model is the one that it names; a folder may
+    hold both.
+
+    Args:
+        item: The member.
+        has_config: Whether a model's configuration lies at its path.
+        hub: Options of Hub access.
+
+    Raises:
+        ConfigurationError: If the adapter cannot be found or used, or does not say of which model it is.
+    """
+    place = place_of_model(item)
+    own = None if item.gguf_file else _config_of(place, hub)
+    if item.adapter is not None and place_of_adapter(item) != place:
+        if own is not None:
+            raise ConfigurationError(
+                f"member {name_of(item)!r} cannot have the adapter {item.adapter!r}: {item.path!r} is an adapter itself. "
+                "Give the model's own id or path, or merge the one into it first."
+            )
+        return _named_adapter(item, hub)
+    if own is None:
+        return item if item.adapter is None else _named_adapter(item, hub)
+    config = _checked_config(item, own)
+    if os.path.isdir(place.path):
+        whole = os.path.normpath(os.path.dirname(own))
+        found = dataclasses.replace(item, path=whole, subfolder=None, adapter=whole)
+        if has_config:
+            return found
+    else:
+        commit = loaded_commit(place, place.in_folder(_CONFIG_FILE), hub.get("cache_dir"))
+        found = dataclasses.replace(
+            item,
+            adapter=item.path,
+            adapter_revision=item.revision,
+            adapter_subfolder=item.subfolder,
+            adapter_commit=commit,
+        )
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ConfigurationError(
+            f"member {name_of(item)!r} is an adapter that does not say of which model. Name it: "
+            f"`MemberConfig(path=<the model>, adapter={item.path!r})`."
+        )
+    name = item.name or place.path.rstrip("/").rsplit("/", 1)[-1]
+    return dataclasses.replace(found, path=base, revision=None, subfolder=None, commit=None, name=name)
+
+
+def _named_adapter(item: MemberConfig, hub: Mapping[str, Any]) -> MemberConfig:
+    place = place_of_adapter(item)
+    check_place(name_of(item), place, hub)
+    file = _config_of(place, hub)
+    if file is None:
+        raise ConfigurationError(
+            f"member {name_of(item)!r} cannot be loaded: there is no adapter at {item.adapter!r}, or it cannot be read."
+        )
+    _checked_config(item, file)
+    commit = loaded_commit(place, place.in_folder(_CONFIG_FILE), hub.get("cache_dir"))
+    return dataclasses.replace(item, adapter_commit=commit)
+
+
+def _config_of(place: Place, hub: Mapping[str, Any]) -> str | None:
+    if os.path.isdir(place.path):
+        return _file_in(place, _CONFIG_FILE)
+    options: dict[str, Any] = {**place.options, **hub}
+    try:
+        file: str | None = find_adapter_config_file(place.path, **options)
+    except (OSError, ValueError):
+        return None
+    return file
+
+
+def _checked_config(item: MemberConfig, file: str) -> dict[str, Any]:
+    """The adapter's configuration, if it is of a kind that stands in the model and can be loaded here."""
+    what = f"member {name_of(item)!r} has an adapter"
+    try:
+        from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PromptLearningConfig
+    except ImportError as error:
+        raise ConfigurationError(
+            f'{what}, which is loaded with `peft`, which is not installed: `pip install "hf_ensemble[adapters]"` or `pip '
+            "install peft`."
+        ) from error
+    try:
+        config: dict[str, Any] = json.loads(Path(file).read_text("utf-8"))
+        kind = PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{what} whose {_CONFIG_FILE} cannot be understood: {error!r}.") from error
+    if issubclass(kind, PromptLearningConfig):
+        raise ConfigurationError(
+            f"{what} of type {config['peft_type']}, which is learned vectors before the text, not weights of the model: "
+            "an ensemble cannot hold it. Use LoRA or its like."
+        )
+    return config
+
+
+# Loading
+
+
+def adapter_file(item: MemberConfig, name: str, hub: Mapping[str, Any]) -> str | None:
+    """Path on this machine of a file of a member's adapter; None if it has no such file.
+
+    Args:
+        item: The member.
+        name: Of the file.
+        hub: Options of Hub access.
+    """
+    place = place_of_adapter(item)
+    if os.path.isdir(place.path):
+        return _file_in(place, name)
+    options: dict[str, Any] = {key: value for key, value in hub.items() if key != "proxies"} | place.options
+    try:
+        return str(hf_hub_download(place.path, name, **options))
+    except (EntryNotFoundError, LocalEntryNotFoundError):
+        return None
+
+
+def _file_in(place: Place, name: str) -> str | None:
+    file = os.path.join(place.path, place.subfolder or "", name)
+    return file if os.path.isfile(file) else None
+
+
+def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, Any]) -> None:
+    """Load a member's adapter into its model, as `AutoModelForCausalLM` does.
+
+    Args:
+        model: The model, changed in place.
+        item: The member.
+        hub: Options of Hub access.
+
+    Raises:
+        ConfigurationError: If the adapter cannot be read or does not fit.
+    """
+    from peft import PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
+    from peft.tuners.tuners_utils import cast_adapter_dtype
+
+    what = f"the adapter {item.adapter!r} of member {name_of(item)!r} cannot be loaded"
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise ConfigurationError(f"{what}: weights of the model are offloaded. Merge it into the model first.")
+    try:
+        folder = os.path.dirname(str(adapter_file(item, _CONFIG_FILE, hub)))
+        weights_file = adapter_file(item, _WEIGHTS_FILE, hub)
+        if weights_file is None:
+            adapter_file(item, "adapter_model.bin", hub)
+        config = PeftConfig.from_pretrained(folder)
+        config.inference_mode = True
+        # The stock loader has put it in already where both lie in one folder. Else its first weights are drawn.
+        if not getattr(model, "peft_config", None):
+            with torch.random.fork_rng(devices=[]):
+                inject_adapter_in_model(config, model)
+        weights = load_peft_weights(folder, device="cpu")
+        weights = {key.removeprefix(_PREFIX): weight for key, weight in weights.items()}
+        is_single = any(weight.dtype == torch.float32 for weight in weights.values())
+        if is_single and item.dtype is not None and weights_file and _KEPT_DTYPE in _metadata(weights_file):
+            cast_adapter_dtype(model, "default")
+        found = set_peft_model_state_dict(model, weights)
+    except Exception as error:
+        raise ConfigurationError(f"{what}: {error}") from error
+    wrapped = _wrapped_modules(model)
+    missing = [key for key in found.missing_keys if _plain_key(key, wrapped) is None]
+    if missing or found.unexpected_keys:
+        raise ConfigurationError(
+            f"{what}: it is of another model. Weights that it lacks: {missing[:3]}; weights that nothing takes: "
+            f"{found.unexpected_keys[:3]}."
+        )
+    model._hf_peft_config_loaded = True
+    model.eval()
+
+
+def _metadata(file: str) -> dict[str, str]:
+    with safe_open(file, "pt") as weights:
+        return weights.metadata() or {}
+
+
+# Writing
+
+
+def base_model(model: Any) -> Any:
+    """A model without what `torch.compile` and `peft` wrap around it; adapters stay in its modules."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def active_adapters(model: Any) -> list[str]:
+    """Names of the adapters that act in a model."""
+    configs = getattr(model, "peft_config", None) or {}
+    if any(config.is_prompt_learning for config in configs.values()):
+        return list(configs)
+    names: set[str] = set()
+    for module in _wrapped_modules(model).values() if configs else ():
+        if not module.disable_adapters:
+            names.update(module.active_adapters)
+    return sorted(names)
+
+
+def obstacle_to_writing(model: Any) -> str | None:
+    """Why a model's adapters cannot be written apart from its weights, with the remedy; None if they can."""
+    configs = getattr(model, "peft_config", None) or {}
+    if not configs:
+        flagged = getattr(model, "_hf_peft_config_loaded", False)
+        return "carries adapters that cannot be told from its weights. Merge them into it first" if flagged else None
+    base, names = base_model(model), active_adapters(model)
+    if any(config.is_prompt_learning for config in configs.values()):
+        return "carries learned prompts, which are no weights of the model. Use LoRA or its like"
+    if len(names) > 1:
+        return f"has {len(names)} active adapters ({', '.join(names)}). Merge them into it, or activate one"
+    if any(getattr(module, "merged", False) for module in _wrapped_modules(base).values()):
+        return "has adapters that are merged for the time being. Unmerge them, or merge and unload them"
+    if getattr(base, "hf_quantizer", None) is not None:
+        return "is quantised and carries adapters. Name model and adapter by their Hub ids or paths instead"
+    if any(parameter.device.type == "meta" for parameter in base.parameters()):
+        return "carries adapters and is offloaded. Load it without offloading"
+    return None
+
+
+def weights_without_adapters(base: PreTrainedModel) -> dict[str, Tensor] | None:
+    """The weights that a model has without its adapters, by the names they have then; None if it carries none."""
+    if not getattr(base, "peft_config", None):
+        return None
+    wrapped = _wrapped_modules(base)
+    named = {_plain_key(key, wrapped): weight for key, weight in base.state_dict().items()}
+    return {key: weight for key, weight in named.items() if key is not None}
+
+
+def write_adapter(base: Any, folder: Path) -> None:
+    """Write the adapter that acts in a model, if there is one.
+
+    Args:
+        base: The model that it stands in.
+        folder: Where to; made if there is an adapter.
+    """
+    for name in active_adapters(base):
+        from peft import get_peft_model_state_dict
+
+        folder.mkdir()
+        config = copy.deepcopy(base.peft_config[name])
+        # It may be a path of this machine, and the member says it anyway.
+        config.base_model_name_or_path = None
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+        weights = get_peft_model_state_dict(base, adapter_name=name, save_embedding_layers=False)
+        save_file(
+            {f"{_PREFIX}{key}": weight.contiguous() for key, weight in weights.items()},
+            folder / _WEIGHTS_FILE,
+            metadata={"format": "pt", _KEPT_DTYPE: "yes"},
+        )
+
+
+def _wrapped_modules(model: Any) -> dict[str, Any]:
+    """The modules that `peft` put around others, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def _plain_key(key: str, wrapped: Mapping[str, Any]) -> str | None:
+    """The name that a weight has without adapters; None if it is an adapter's."""
+    parts = key.split(".")
+    kept = []
+    for n, part in enumerate(parts):
+        if ".".join(parts[:n]) not in wrapped:
+            kept.append(part)
+        elif part not in ("base_layer", "original_module", "token_adapter"):
+            return None
+    return ".".join(kept)

@@ -1,0 +1,146 @@
+"""Finding the members of an ensemble, and checking them before any weight is read."""
+
+import copy
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ..config import EnsembleConfig, MemberConfig
+from ..errors import ConfigurationError
+from .adapters import find_adapter
+from .references import check_place, found_members, loaded_commit, name_of, place_of_model, with_whole_paths
+
+_WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def read_source(
+    source: Any, config: PreTrainedConfig | None, located: dict[str, Any], hub: Mapping[str, Any]
+) -> tuple[EnsembleConfig, bool]:
+    """Read which members are meant by what a user gives.
+
+    Args:
+        source: A list of members, or the id or path of a saved ensemble or of a single model.
+        config: Its configuration, where it is loaded already.
+        located: `revision` and `subfolder`.
+        hub: Options of Hub access.
+
+    Returns:
+        An ensemble's configuration, which is free to be changed, and whether it was saved.
+
+    Raises:
+        ConfigurationError: If there cannot be such members, or they were not saved by this library.
+    """
+    if not isinstance(source, str):
+        return EnsembleConfig(members=_listed_members(source)), False
+    alone = MemberConfig(path=source, **located)
+    if config is None:
+        check_place(source, place_of_model(alone), hub)
+        # What fails is told when it is looked at as a member.
+        config, problem = _read_config(source, {**located, **hub})
+        if isinstance(problem, ConfigurationError):
+            raise problem
+    if not isinstance(config, EnsembleConfig):
+        return EnsembleConfig(members=[alone]), False
+    saved = copy.deepcopy(config)
+    saved.members = found_members(saved.members, source, located, hub)
+    return saved, True
+
+
+def _listed_members(source: Any) -> list[MemberConfig]:
+    is_list = isinstance(source, Iterable) and not isinstance(source, (dict, nn.Module))
+    entries = list(source) if is_list else [source]
+    for place, entry in enumerate(entries):
+        if not is_list or not isinstance(entry, (str, os.PathLike, MemberConfig)):
+            raise ConfigurationError(
+                "`from_pretrained` takes a list of Hub ids, paths and `MemberConfig`s, or the id or path of a saved "
+                f"ensemble, but {f'entry {place}' if is_list else 'this'} is of type {type(entry).__name__}. Loaded models "
+                "and their tokenizers go to `EnsembleForCausalLM.from_members(models, tokenizers)`."
+            )
+    return [
+        dataclasses.replace(e) if isinstance(e, MemberConfig) else MemberConfig(path=os.fspath(e)) for e in entries
+    ]
+
+
+def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> tuple[MemberConfig, PreTrainedConfig]:
+    """Check that a member is a causal language model that can be found.
+
+    Args:
+        number: Its place in the list.
+        item: The member.
+        hub: Options of Hub access.
+
+    Returns:
+        The member with its adapter apart from its model, and with the commits that all its files are to be read from;
+        and its model's configuration.
+
+    Raises:
+        ConfigurationError: Naming the member, and why.
+    """
+    if not item.path:
+        raise ConfigurationError(f"member {number} has no `path`: give a Hub id or a path.")
+    item = with_whole_paths(item)
+    name, place = name_of(item), place_of_model(item)
+    check_place(name, place, hub)
+    config, problem = _read_config(place.path, {**source_options(item), **hub})
+    if config is not None and not os.path.isdir(place.path):
+        commit = loaded_commit(place, place.in_folder(item.gguf_file or "config.json"), hub.get("cache_dir"))
+        item = dataclasses.replace(item, commit=commit)
+    found = find_adapter(item, config is not None, hub)
+    if found.path != item.path:
+        try:
+            return checked_member(number, found, hub)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"member {name!r} is an adapter of the model {found.path!r}: {error} If that lies elsewhere, name it: "
+                f"`MemberConfig(path=<the model>, adapter={item.path!r})`."
+            ) from error
+    local = Path(place.path, place.subfolder or "")
+    if local.is_dir() and item.gguf_file is None and not any(any(local.glob(p)) for p in _WEIGHT_PATTERNS):
+        raise ConfigurationError(
+            f"member {name!r} cannot be loaded: {place.path!r} holds no safetensors weights. Save the model with "
+            "`save_pretrained`."
+        )
+    if config is None:
+        asked = {"revision": item.revision, "subfolder": item.subfolder, "gguf_file": item.gguf_file}
+        inside = "".join(f", {key} {value!r}" for key, value in asked.items() if value is not None)
+        no_folder = "" if local.is_dir() else f" (There is no folder {place.path!r} here either.)"
+        raise ConfigurationError(f"member {name!r}{inside} cannot be loaded: {problem}{no_folder}") from problem
+    _check_kind(name, config)
+    return found, config
+
+
+def source_options(item: MemberConfig) -> dict[str, Any]:
+    """Options that say where a member's model and tokenizer are read from."""
+    options = place_of_model(item).options
+    return options if item.gguf_file is None else {**options, "gguf_file": item.gguf_file}
+
+
+def _read_config(path: str, options: dict[str, Any]) -> tuple[PreTrainedConfig | None, Exception | None]:
+    try:
+        return AutoConfig.from_pretrained(path, **options), None
+    except (OSError, ValueError) as error:
+        return None, error
+
+
+def _check_kind(name: str, config: PreTrainedConfig) -> None:
+    if isinstance(config, EnsembleConfig):
+        raise ConfigurationError(f"member {name!r} is an ensemble itself. List its members instead.")
+    if config.is_encoder_decoder:
+        raise ConfigurationError(
+            f"member {name!r} is an encoder-decoder model ({config.model_type}), which an ensemble cannot hold. Use "
+            "decoder-only causal language models."
+        )
+    # A checkpoint that names no class is believed.
+    names: list[str] = config.architectures or []
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (names and not any(n.endswith(_HEADS) for n in names)):
+        raise ConfigurationError(
+            f"member {name!r} is no causal language model: its configuration says {config.model_type!r}, architectures "
+            f"{config.architectures}."
+        )

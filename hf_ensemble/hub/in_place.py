@@ -1,0 +1,116 @@
+"""Putting files that were written beside their place into it, so that a folder holds the old or the new, never a mixture.
+
+Several files cannot take their places at once. So there is one step that decides: when all is written, its folder gets
+a name by which it is known to be whole. Whoever finds that name, the writer or the next reader, puts what is left in it
+into place.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import ConfigurationError
+
+BUNDLE = "members"
+"""Folder of bundled members, within the ensemble's."""
+
+MAY_BE_STALE = ("chat_template.jinja",)
+"""Files that change what is loaded if an older save leaves them behind."""
+
+_WHOLE = ".saved"
+"""Name of the folder that holds a whole ensemble, of which not all is in place yet."""
+
+_STALE = "stale"
+"""Folder in it with the names of what the new ensemble does not have."""
+
+_REPLACED = "replaced"
+"""Folder in it for what was in the way."""
+
+
+def write_in_place(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write files beside their places, then into place, the configuration last.
+
+    A failure leaves what was in the folder as it was; once all is written, stopping the process leaves the new files,
+    which the next load or save puts into place. Files of other names stay, and so does a README.
+
+    Args:
+        folder: Where they belong; made if there is none.
+        write: Writes them into the folder that it is given.
+
+    Raises:
+        ConfigurationError: If an older save that was stopped cannot be finished.
+    """
+    finish_writing(folder)
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+            new = Path(temporary, "new")
+            write(new)
+            stale = new / _STALE
+            stale.mkdir()
+            (new / _REPLACED).mkdir()
+            for name in MAY_BE_STALE:
+                if not (new / name).exists():
+                    (stale / name).touch()
+            new.rename(folder / _WHOLE)
+    except BaseException:
+        if is_new and not (folder / _WHOLE).exists():
+            shutil.rmtree(folder)
+        raise
+    finish_writing(folder)
+
+
+def finish_writing(folder: Path) -> bool:
+    """Put into place what a save wrote, if it was stopped before it had.
+
+    Every step can be done again, also by several processes at a time.
+
+    Returns:
+        Whether there was anything.
+
+    Raises:
+        ConfigurationError: If it cannot be put into place.
+    """
+    whole = folder / _WHOLE
+    if not whole.is_dir():
+        return False
+    try:
+        for name in _names(whole / _STALE):
+            (folder / name).unlink(missing_ok=True)
+        for name in _names(whole / BUNDLE):
+            (folder / BUNDLE).mkdir(exist_ok=True)
+            _replace_folder(whole / BUNDLE / name, folder / BUNDLE / name, whole / _REPLACED / name)
+        files = [name for name in _names(whole) if (whole / name).is_file()]
+        for name in sorted(files, key=lambda name: name == "config.json"):
+            if name != "README.md" or not (folder / name).exists():
+                with contextlib.suppress(FileNotFoundError):
+                    (whole / name).replace(folder / name)
+        done = tempfile.TemporaryDirectory(dir=folder, prefix=".saving-")
+        with done, contextlib.suppress(FileNotFoundError):
+            whole.rename(Path(done.name, _WHOLE))
+    except OSError as error:
+        raise ConfigurationError(
+            f"saving to {str(folder)!r} was stopped before all files were in place, and they cannot be put there now: "
+            f"{error}. Load it once where the folder can be written."
+        ) from error
+    return True
+
+
+def _replace_folder(new: Path, place: Path, aside: Path) -> None:
+    if not aside.exists():
+        with contextlib.suppress(FileNotFoundError):
+            place.rename(aside)
+    try:
+        new.rename(place)
+    except FileNotFoundError:
+        # Another process has just done it, and what was moved aside may be the new one.
+        if not place.exists():
+            aside.rename(place)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.is_dir() else []

@@ -1,0 +1,252 @@
+"""Where members lie: paths and Hub ids, as users give them, as they are saved, and as they are found again."""
+
+import dataclasses
+import os
+import posixpath
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+from ..config import MemberConfig
+from ..errors import ConfigurationError
+
+HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
+"""Options of `from_pretrained` that say how the Hub is reached."""
+
+PLACES = ("path", "tokenizer", "adapter")
+"""What of a member is an id or a path."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder: on this machine, or in a repository of the Hub."""
+
+    path: str
+    """Path or Hub id."""
+
+    revision: str | None
+    """Branch, tag or commit on the Hub."""
+
+    subfolder: str | None
+    """Folder within."""
+
+    def in_folder(self, file: str) -> str:
+        """Path of a file within the repository."""
+        return posixpath.join(self.subfolder or "", file)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """`revision` and `subfolder`, where they are given."""
+        given = {"revision": self.revision, "subfolder": self.subfolder}
+        return {key: value for key, value in given.items() if value is not None}
+
+
+def place_of_model(item: MemberConfig) -> Place:
+    """Where a member's model lies, at the commit that was read first."""
+    return Place(str(item.path), item.commit or item.revision, item.subfolder)
+
+
+def place_of_adapter(item: MemberConfig) -> Place:
+    """Where a member's adapter lies, at the commit that was read first."""
+    return Place(str(item.adapter), item.adapter_commit or item.adapter_revision, item.adapter_subfolder)
+
+
+def is_local(path: str) -> bool:
+    """Whether a member's path is a folder of this machine, not a Hub id."""
+    return os.path.isabs(path) or path.startswith((".", "~")) or os.path.exists(path)
+
+
+def name_of(item: MemberConfig) -> str:
+    """What a member is called in errors before it is loaded."""
+    return item.name or str(item.path)
+
+
+def check_token(token: Any) -> None:
+    """Refuse a token that cannot be sent: the error of the client would show it.
+
+    Raises:
+        ConfigurationError: If it is empty or holds white space.
+    """
+    if isinstance(token, str) and token.split() != [token]:
+        raise ConfigurationError("`token` is empty or holds white space, as no token of the Hub does.")
+
+
+def check_place(name: str, place: Place, hub: Mapping[str, Any]) -> None:
+    """Refuse at once a path that no model can be read from; what may be a Hub id is left to the Hub.
+
+    Args:
+        name: Of the member, for the error.
+        place: Where the model, or the adapter, is said to lie.
+        hub: Options of Hub access.
+
+    Raises:
+        ConfigurationError: Naming the path and the remedy.
+    """
+    path = place.path
+    if os.path.isdir(path):
+        return
+    what = f"member {name!r} cannot be loaded"
+    if path.lower().endswith(".gguf"):
+        folder, file = os.path.split(path)
+        raise ConfigurationError(
+            f"{what}: {path!r} is a file. Name it as `MemberConfig(path={folder or '.'!r}, gguf_file={file!r})`."
+        )
+    if os.path.isfile(path):
+        raise ConfigurationError(f"{what}: {path!r} is a file. Name the folder that it lies in.")
+    if os.path.isabs(path) or path.startswith("."):
+        raise ConfigurationError(f"{what}: there is no folder {path!r}.")
+    try:
+        validate_repo_id(path)
+    except HFValidationError as error:
+        raise ConfigurationError(
+            f"{what}: there is no folder {path!r}, and it is no id of the Hub: {error}"
+        ) from error
+    if "/" not in path or os.path.isdir(path.split("/")[0]):
+        _check_reachable(place, what, hub)
+
+
+def _check_reachable(place: Place, what: str, hub: Mapping[str, Any]) -> None:
+    """Ask the Hub once for what looks like a folder, where the client would try again and again."""
+    file = place.in_folder("config.json")
+    is_cached = loaded_commit(place, file, hub.get("cache_dir")) is not None
+    if is_cached or constants.HF_HUB_OFFLINE or hub.get("local_files_only"):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(place.path, file, revision=place.revision), token=hub.get("token"))
+    except HfHubHTTPError:
+        # What the Hub answers is told when the member's files are asked for.
+        return
+    except Exception as error:  # of the HTTP library, which is another in every version of the client
+        raise ConfigurationError(
+            f"{what}: there is no folder {place.path!r}, and the Hub cannot be asked: {error}"
+        ) from error
+
+
+def with_paths(item: MemberConfig, change: Callable[[str], str]) -> MemberConfig:
+    """A member with other paths.
+
+    Args:
+        item: The member, which is not changed.
+        change: Gives the new path, or Hub id, for each.
+    """
+    given = {key: getattr(item, key) for key in PLACES}
+    changed: dict[str, Any] = {key: change(path) for key, path in given.items() if path is not None}
+    return dataclasses.replace(item, **changed)
+
+
+def with_whole_paths(item: MemberConfig) -> MemberConfig:
+    """A member whose paths hold wherever the process goes to."""
+    return with_paths(item, whole_path)
+
+
+def whole_path(path: str) -> str:
+    """A path that holds wherever the process goes to; a Hub id stays as it is."""
+    return os.path.abspath(path) if os.path.isdir(path) else path
+
+
+def saved_path(path: str, folder: Path) -> str:
+    """How a path is written in a configuration that lies in a folder: relative to it.
+
+    So whatever is moved together still loads, and the path does not say whose home it is. Only where nothing but the
+    root of a disk is above both is it written whole.
+
+    Args:
+        path: Path or Hub id.
+        folder: The folder, all links resolved.
+    """
+    if not os.path.exists(path):
+        return path
+    given = Path(os.path.abspath(path))
+    # A link in a folder belongs to that folder, wherever it points to.
+    whole = given.parent.resolve() / given.name
+    if whole.anchor != folder.anchor or os.path.commonpath([whole, folder]) == whole.anchor:
+        return str(whole)
+    relative = Path(os.path.relpath(whole, folder)).as_posix()
+    return relative if relative.startswith("..") else f"./{relative}"
+
+
+def found_members(
+    items: list[MemberConfig], source: str, located: Mapping[str, Any], hub: Mapping[str, Any]
+) -> list[MemberConfig]:
+    """The members of a saved ensemble, so that they are found from anywhere.
+
+    Paths relative to its folder become whole paths. Paths within its repository become that repository, the commit that
+    its configuration was read from, and a subfolder.
+
+    Args:
+        items: The members as saved.
+        source: Folder or Hub id of the ensemble.
+        located: `revision` and `subfolder` of the ensemble.
+        hub: Options of Hub access.
+
+    Raises:
+        ConfigurationError: If a path leads out of the repository, or above the root of the disk.
+    """
+    base = located.get("subfolder") or ""
+    if os.path.isdir(source):
+        root = Path(source, base).resolve()
+        return [with_paths(item, lambda path: _from_folder(path, root)) for item in items]
+    place = Place(source, located.get("revision"), base)
+    commit = loaded_commit(place, place.in_folder("config.json"), hub.get("cache_dir"))
+    return [_from_repository(item, source, base, commit or place.revision) for item in items]
+
+
+def _from_folder(path: str, root: Path) -> str:
+    if not (path.startswith(".") or os.path.isdir(root / path)):
+        return path
+    if os.path.normpath(path).split(os.sep).count("..") >= len(root.parts):
+        raise ConfigurationError(f"the ensemble in {str(root)!r} names a folder above the root of the disk: {path!r}.")
+    return os.path.normpath(root / path)
+
+
+def _from_repository(item: MemberConfig, source: str, base: str, revision: str | None) -> MemberConfig:
+    """The member with what lies in the ensemble's repository found there, and nothing found on this machine."""
+
+    def inside(*parts: str | None) -> str:
+        place = posixpath.normpath(posixpath.join(*(part or "" for part in parts)))
+        if place.startswith(("..", "/")) or "\\" in place:
+            raise ConfigurationError(f"the ensemble {source!r} names a member outside its repository: {place!r}.")
+        return place
+
+    changes: dict[str, Any] = {}
+    for key, prefix in (("path", ""), ("adapter", "adapter_")):
+        path, subfolder = getattr(item, key) or "", getattr(item, f"{prefix}subfolder")
+        if path.startswith("."):
+            place = inside(base, path, subfolder)
+            changes |= {key: source, f"{prefix}revision": revision, f"{prefix}subfolder": place}
+        else:
+            inside(path), inside(subfolder)
+    if (item.tokenizer or "").startswith("."):
+        raise ConfigurationError(
+            f"the ensemble {source!r} names a tokenizer by the path {item.tokenizer!r}, which cannot be found in a "
+            "repository. Save the ensemble with `include_members=True` before it is uploaded."
+        )
+    inside(item.tokenizer)
+    inside(item.gguf_file)
+    if "path" in changes:
+        changes["name"] = item.name or posixpath.basename(str(changes["subfolder"]))
+    return dataclasses.replace(item, **changes)
+
+
+def loaded_commit(place: Place, file: str, cache_dir: Any) -> str | None:
+    """The commit that a file was just read from, by where it lies in the Hub's cache; None if that cannot be told.
+
+    Args:
+        place: The repository and revision that were asked for.
+        file: Path of the file in the repository.
+        cache_dir: Of the cache, if not the usual one.
+    """
+    pinned: str | None = getattr(place.revision, "resolved", None)
+    if pinned is not None:
+        return pinned
+    try:
+        found = try_to_load_from_cache(place.path, file, cache_dir=cache_dir, revision=place.revision)
+    except ValueError:
+        # No Hub id at all.
+        return None
+    return Path(found).parents[file.count("/")].name if isinstance(found, str) else None

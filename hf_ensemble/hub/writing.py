@@ -1,0 +1,88 @@
+"""Writing an ensemble's files, and nothing in them of the machine that they were written on."""
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..members.member import Member
+from .adapters import base_model, weights_without_adapters, write_adapter
+from .planning import ADAPTER_FOLDER, SavePlan, is_from_gguf
+
+_OF_ONE_MACHINE = {
+    *("token", "cache_dir", "local_files_only", "force_download", "proxies"),
+    *("is_local", "name_or_path", "_name_or_path"),
+}
+"""What models and tokenizers may write of how they were loaded."""
+
+_ANY_TEXT = {"chat_template", "content"}
+"""Texts that may look like a path and are none."""
+
+
+def write_files(plan: SavePlan, folder: Path, max_shard_size: int | str, card: str | None) -> None:
+    """Write what was planned.
+
+    Args:
+        plan: What to write.
+        folder: Where to; made if there is none.
+        max_shard_size: Most bytes of a file of a bundled member, or a size like `"5GB"`.
+        card: Text of the README; None for no README.
+    """
+    parts = plan.parts
+    folder.mkdir(exist_ok=True)
+    for place, member in plan.bundled.items():
+        _write_member(member, folder / place, max_shard_size)
+    parts.generation_config.save_pretrained(folder)
+    parts.tokenizer.save_pretrained(folder)
+    if card is not None:
+        (folder / "README.md").write_text(card, "utf-8")
+    plan.config.save_pretrained(folder)
+    for file in folder.rglob("*.json"):
+        # Which holds texts only, and is large.
+        if file.name != "tokenizer.json":
+            _rewrite(file)
+
+
+def _write_member(member: Member, folder: Path, max_shard_size: int | str) -> None:
+    base = base_model(member.model)
+    # A copy of the model's outside, since saving writes into its configuration.
+    model: Any = copy.copy(base)
+    model.config = copy.deepcopy(base.config)
+    if is_from_gguf(base):
+        # Its weights are unpacked.
+        del model.config.quantization_config
+        model.hf_quantizer = None
+    weights = weights_without_adapters(base)
+    if weights is not None:
+        # Or the adapter alone would be written, or the model's weights under names of an adapter's.
+        model._hf_peft_config_loaded, model._weight_conversions = False, None
+    model.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
+    write_adapter(base, folder / ADAPTER_FOLDER)
+    member.tokenizer.save_pretrained(folder)
+
+
+def _rewrite(file: Path) -> None:
+    """Write a JSON file again without what is of one machine."""
+    values = json.loads(file.read_text("utf-8"))
+    kept = _without_private(values)
+    if "members" in values:
+        # These are checked: paths in them are to be found again.
+        kept["members"] = values["members"]
+    if kept != values:
+        file.write_text(json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _without_private(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_private(part) for key, part in value.items() if not _is_private(key, part)}
+    return (
+        [_without_private(part) for part in value if not _is_private("", part)] if isinstance(value, list) else value
+    )
+
+
+def _is_private(key: str, value: Any) -> bool:
+    if key in _OF_ONE_MACHINE:
+        return True
+    is_path = isinstance(value, str) and key not in _ANY_TEXT and os.path.isabs(value)
+    return is_path and len(Path(value).parts) > 2
