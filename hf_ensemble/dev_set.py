@@ -9,7 +9,8 @@ from transformers.utils import logging
 
 from .config import check_positive_integer
 from .errors import ConfigurationError
-from .members.member import Member, padded_left
+from .members.member import Member
+from .members.state import padded_left
 
 Metric = Callable[[str, Any], float]
 """From a response and the example's reference to a number, the higher the better."""

@@ -26,8 +26,9 @@ from turns import quartiles
 
 import hf_ensemble
 from hf_ensemble import EnsembleForCausalLM, MemberConfig
-from hf_ensemble.members.cached_rows import PlainContext
-from hf_ensemble.members.member import Member, MemberState
+from hf_ensemble.members.contexts import PlainContext
+from hf_ensemble.members.member import Member
+from hf_ensemble.members.state import MemberState
 from hf_ensemble.methods.captured import CapturedMix
 
 TEXT = (

@@ -10,8 +10,9 @@ from torch import Tensor
 from ..config import is_number
 from ..decoding.prompts import OwnPrompts, read_prompts
 from ..errors import ConfigurationError
-from ..members.cached_rows import PlainContext
-from ..members.member import Member, MemberState
+from ..members.contexts import PlainContext
+from ..members.member import Member
+from ..members.state import MemberState
 from ..model import EnsembleForCausalLM
 from ..vocabulary.token_bytes import NO_TOKEN
 

@@ -11,7 +11,8 @@ from .. import messages
 from ..chat.memory import recall
 from ..chat.rendering import ChatRenderer
 from ..errors import ConfigurationError
-from ..members.member import Member, MemberState
+from ..members.member import Member
+from ..members.state import MemberState
 from ..vocabulary.context import MemberContext, Resync
 
 

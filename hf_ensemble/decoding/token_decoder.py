@@ -11,7 +11,8 @@ from torch import Tensor
 from .. import messages
 from ..config import MethodConfig
 from ..errors import MemberError
-from ..members.member import Member, MemberState
+from ..members.member import Member
+from ..members.state import MemberState
 from ..methods.base import TokenMethod
 from ..methods.captured import CapturedMix
 from ..mixing import fold
@@ -381,7 +382,7 @@ class TokenFusion:
             return
         for index, state in self.states.items():
             places = [place for place, row in enumerate(self._live) if self._last_plan[row, index] != 0]
-            if index and places and self.members[index].is_captured:
+            if index and places and state.is_captured:
                 state.start(rows=places)
 
     def follow_beams(self, input_ids: Tensor) -> bool:

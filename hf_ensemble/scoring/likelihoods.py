@@ -17,7 +17,8 @@ from ..decoding.teacher_forcing import ForcedMember, ForcedText
 from ..decoding.text_warnings import warn_of_losses
 from ..decoding.token_decoder import without_member
 from ..errors import ConfigurationError, MemberError
-from ..members.member import Member, padded_left
+from ..members.member import Member
+from ..members.state import padded_left
 from ..methods.base import TokenMethod
 from ..mixing import fold, log_normalizer
 from ..vocabulary.context import MemberContext

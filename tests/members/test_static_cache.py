@@ -7,9 +7,10 @@ import torch
 
 from hf_ensemble import MemberError
 from hf_ensemble.decoding.speculation.draft_length import DraftLength
-from hf_ensemble.members.cached_rows import PlainContext
-from hf_ensemble.members.member import Member, MemberState
-from hf_ensemble.members.static_cache import BufferPool, masks_of
+from hf_ensemble.members.contexts import PlainContext
+from hf_ensemble.members.member import Member
+from hf_ensemble.members.state import MemberState
+from hf_ensemble.members.static_buffers import BufferPool, masks_of
 from tests import contracts, tiny
 from tests.contracts import PROMPTS, make_ensemble, padded
 from tests.test_contracts import ALL

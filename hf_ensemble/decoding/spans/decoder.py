@@ -19,8 +19,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ... import messages
 from ...config import SweetSpanConfig
 from ...errors import MemberError
-from ...members.cached_rows import PlainContext
-from ...members.member import Member, MemberState
+from ...members.contexts import PlainContext
+from ...members.member import Member
+from ...members.state import MemberState
 from ...methods.sweetspan import SpanChoice, choose_span, span_score
 from ...vocabulary.context import MemberContext
 from ...vocabulary.encoding import split_begun_character

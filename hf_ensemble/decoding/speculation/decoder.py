@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ... import messages
 from ...errors import MemberError
-from ...members.member import Member, MemberState
+from ...members.member import Member
+from ...members.state import MemberState
 from ...methods.base import Mixed, TokenMethod
 from ...methods.captured import CapturedMix
 from ...mixing import fold
@@ -376,7 +377,7 @@ class SpeculativeDecoder:
             self._length.checked(max(len(chain.columns) for chain in chains), clock() - start)
         self._is_first_round = False
         self._judge(choices, used, plan, drafter, drafts, begun.guesses)
-        if self._live and any(drafter.member.is_captured for _, drafter in self._drafters.values()):
+        if self._live and any(self.states[index].is_captured for index, _ in self._drafters.values()):
             # A GPU drafts while what has been decided is handed out.
             self._begun = self._begin_draft()
 
