@@ -10,6 +10,7 @@ from transformers.utils import logging
 from .config import check_positive_integer
 from .errors import ConfigurationError
 from .members.member import Member
+from .members.member_model import input_device
 from .members.state import padded_left
 
 Metric = Callable[[str, Any], float]
@@ -155,7 +156,7 @@ def run_batches(
     check_positive_integer("max_new_tokens", max_new_tokens)
     check_positive_integer("batch_size", batch_size)
     options = {"do_sample": False, **options, "max_new_tokens": max_new_tokens}
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     pad = tokenizer.pad_token_id or 0
     for start in range(0, len(prompts), batch_size):
         rows = tokenizer(list(prompts[start : start + batch_size]))["input_ids"]

@@ -641,7 +641,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             all the weight and its own `generate` runs. With `speculation` it has `speculation`, a `SpeculationStats`.
 
         Raises:
-            ConfigurationError: If an option cannot work for an ensemble, or the inputs do not fit.
+            ConfigurationError: If an option cannot work for an ensemble, or the inputs do not fit, or a member's
+                embeddings have been resized.
             MemberError: If a member fails, gives NaN, or every candidate was filtered out.
         """
         try:
@@ -758,6 +759,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         return score_pairs(self._members, token_method, call.method, call.weights, pairs, batch_size, self._renderers)
 
     def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> _Call:
+        for member in self._members:
+            member.check_size()
         config = self.config.method if method is None else method_config(method)
         count = len(self._members)
         config.check_members(count)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..dev_set import member_options
+from ..members.member_model import input_device
 from ..model import EnsembleForCausalLM
 from . import arguments
 from .output import json_line, output
@@ -84,7 +85,7 @@ def _alone(ensemble: EnsembleForCausalLM, prompt: str, options: dict[str, Any]) 
 
 def _go_on(name: str, model: Any, tokenizer: Any, prompt: str, options: dict[str, Any]) -> _Text:
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    inputs = inputs.to(model.get_input_embeddings().weight.device)
+    inputs = inputs.to(input_device(model))
     start = time.perf_counter()
     ids = model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
     seconds = time.perf_counter() - start

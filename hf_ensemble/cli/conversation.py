@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ..members.member_model import input_device
 from ..model import EnsembleForCausalLM
 
 
@@ -27,7 +28,7 @@ def answer(
     inputs = tokenizer.apply_chat_template(
         list(conversation), add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    inputs = inputs.to(ensemble.get_input_embeddings().weight.device)
+    inputs = inputs.to(input_device(ensemble))
     ids = ensemble.generate(**inputs, **options, streamer=streamer)
     text: str = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return text

@@ -152,6 +152,8 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         self._fusion = None
 
     def _start(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> TokenFusion:
+        for member in self._members:
+            member.check_size()
         mask = None
         if self._pad is not None:
             mask = (input_ids != self._pad).long().cummax(-1).values

@@ -1,12 +1,12 @@
 """One model of an ensemble, with its tokenizer."""
 
-import warnings
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .. import messages
 from ..vocabulary.encoding import ByteEncoder
 from ..vocabulary.token_bytes import CONTROL, TokenBytes
 from .cache_probe import NUM_TRIAL_IDS, find_cache_mode
@@ -16,6 +16,9 @@ from .per_row_cache import SeparateRows
 from .repacked_cache import RepackedRows
 from .static_buffers import BufferPool
 from .static_cache import StaticRows
+
+_MAX_MODES = 8
+"""States of a model, such as with one adapter or another, for which it is kept how its cache can be used."""
 
 
 class Member(MemberModel):
@@ -32,6 +35,7 @@ class Member(MemberModel):
     Attributes:
         eos_token_ids: Ids that end a text: those of the generation config, else of the model config, else of the
             tokenizer, plus `extra_eos_token_ids`.
+        encoder: Which of its ids write given bytes.
 
     Raises:
         ConfigurationError: If the model is no decoder-only causal language model.
@@ -46,6 +50,8 @@ class Member(MemberModel):
         extra_eos_token_ids: Iterable[int] = (),
     ):
         super().__init__(model, name)
+        self._given_mode: str | None = None
+        self._found_modes: dict[Any, str] = {}
         self.tokenizer = tokenizer
         self.eos_token_ids = sorted({*self._own_eos_token_ids(), *extra_eos_token_ids})
         self.encoder = ByteEncoder(
@@ -56,17 +62,34 @@ class Member(MemberModel):
         """Whether an id is a control token of this member."""
         return member_id < self.vocab_size and self.encoder.token_bytes.kinds[member_id] == CONTROL
 
-    @cached_property
+    @property
     def cache_mode(self) -> str:
-        """How the member's cache can follow a text that changes at its end; found once by trying it on a few ids.
+        """How the member's cache can follow a text that changes at its end.
 
         `static`: a cache of fixed size, with steps captured as CUDA graphs (on a GPU). `repack`: one cache for all rows,
         each row moved to the right edge. `row_chunks`, `row_tokens`: one cache a row with snapshots, fed in chunks or
         token by token (recurrent and hybrid models). `recompute`: no cache.
+
+        Found by trying it on a few ids, and again when the model has changed since, which takes a look at the whole
+        model: ask once a call. What is set here stays.
         """
-        text_ids = (self.encoder.token_bytes.kinds != CONTROL).nonzero()[0]
-        ids = [int(text_ids[(n * 7919 + 13) % len(text_ids)]) for n in range(NUM_TRIAL_IDS)]
-        return find_cache_mode(self, ids, lambda num_rows, mode: self.new_rows(num_rows, mode=mode))
+        if self._given_mode is not None:
+            return self._given_mode
+        made_for = self.fingerprint()
+        mode = self._found_modes.get(made_for)
+        if mode is None:
+            text_ids = (self.encoder.token_bytes.kinds != CONTROL).nonzero()[0]
+            ids = [int(text_ids[(n * 7919 + 13) % len(text_ids)]) for n in range(NUM_TRIAL_IDS)]
+            mode, is_final = find_cache_mode(self, ids, lambda num_rows, mode: self.new_rows(num_rows, mode=mode))
+            if is_final:
+                if len(self._found_modes) >= _MAX_MODES:
+                    self._found_modes.clear()
+                self._found_modes[made_for] = mode
+        return mode
+
+    @cache_mode.setter
+    def cache_mode(self, mode: str) -> None:
+        self._given_mode = mode
 
     @property
     def is_captured(self) -> bool:
@@ -106,10 +129,9 @@ class Member(MemberModel):
         ids = [int(i) for i in (found if isinstance(found, Iterable) else [found])]
         tokenizer_eos = self.tokenizer.eos_token_id
         if tokenizer_eos is not None and ids and tokenizer_eos not in ids:
-            warnings.warn(
+            messages.warn(
                 f"member {self.name!r} ends texts with ids {ids} by its configuration, but its tokenizer's EOS token "
                 f"is {tokenizer_eos}: the configuration holds. Name the tokenizer's too as an extra EOS id if the "
-                "model uses it.",
-                stacklevel=4,
+                "model uses it."
             )
         return ids

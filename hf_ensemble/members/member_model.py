@@ -1,7 +1,7 @@
 """A member's model, as its caches see it."""
 
 import inspect
-import warnings
+import itertools
 from functools import cached_property
 from typing import Any
 
@@ -44,17 +44,26 @@ class MemberModel:
                 f"member {self.name!r} ({type(model).__name__}) has no language-modelling head. Load it with "
                 "AutoModelForCausalLM."
             )
-        self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
-        parameters = inspect.signature(type(model).forward).parameters
-        self.cache_keyword = next((key for key in _CACHE_KEYWORDS if key in parameters), _CACHE_KEYWORDS[0])
-        self._parameters = set(parameters)
+        adapters: dict[str, Any] = getattr(model, "peft_config", None) or {}
+        for adapter, config in adapters.items():
+            if getattr(config, "is_prompt_learning", False):
+                raise ConfigurationError(
+                    f"adapter {adapter!r} of member {self.name!r} ({type(config).__name__}) puts virtual tokens before every "
+                    "text, which the caches of an ensemble know nothing of. Use an adapter that changes the weights (LoRA)."
+                )
+        if any(weight.is_meta for weight in model.parameters()) and not _is_offloaded(model):
+            raise ConfigurationError(
+                f"member {self.name!r} has weights on the meta device, which hold no numbers. Load it with "
+                "`from_pretrained`, or give `EnsembleForCausalLM.from_pretrained` its path."
+            )
+        self.vocab_size = self._width_of_head()
+        self._parameters = _forward_parameters(model)
+        self.cache_keyword = next((key for key in _CACHE_KEYWORDS if key in self._parameters), _CACHE_KEYWORDS[0])
 
     @property
     def device(self) -> torch.device:
         """The device that the member's input ids go to."""
-        weight: Any = self.model.get_input_embeddings().weight
-        device: torch.device = weight.device
-        return device
+        return input_device(self.model)
 
     @cached_property
     def max_positions(self) -> int | None:
@@ -70,6 +79,27 @@ class MemberModel:
         ]
         # OPT and its relatives keep two rows more than they have positions.
         return limit if {limit, limit + 2} & set(tables) else None
+
+    def check_size(self) -> None:
+        """Look whether the model still has the vocabulary with which the ensemble was made.
+
+        Raises:
+            ConfigurationError: If it has not.
+        """
+        self._check_width(self._width_of_head())
+
+    def _check_width(self, width: int) -> None:
+        if width != self.vocab_size:
+            raise ConfigurationError(
+                f"member {self.name!r} gives logits of {width} ids, but its head was for {self.vocab_size} when the ensemble "
+                "was made: its embeddings have been resized. Make the ensemble anew."
+            )
+
+    def _width_of_head(self) -> int:
+        head: Any = self.model.get_output_embeddings()
+        # It may be narrower than the embeddings. Packed weights have another shape.
+        width: int | None = getattr(head, "out_features", None)
+        return width or int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     def accepts(self, keyword: str) -> bool:
         """Whether the model's forward has a parameter of this name."""
@@ -97,6 +127,7 @@ class MemberModel:
 
         Raises:
             MemberError: If the model raises.
+            ConfigurationError: If its embeddings have been resized.
         """
         kwargs: dict[str, Any] = {"input_ids": input_ids, "use_cache": cache is not None, "return_dict": True}
         if cache is not None:
@@ -109,24 +140,25 @@ class MemberModel:
             logits: Tensor = self.model(**kwargs).logits
         except Exception as error:
             raise MemberError(f"member {self.name!r} failed in its forward pass: {error}") from error
+        self._check_width(logits.shape[-1])
         return logits[:, -num_logits:].to(self.device)
 
     def fingerprint(self) -> tuple[Any, ...]:
         """What changes when somebody moves, casts or replaces the model's weights, or changes what its modules do."""
-        model = self.model
-        tensors = tuple((t.data_ptr(), t.dtype) for some in (model.parameters(), model.buffers()) for t in some)
-        modules = tuple(
-            (
-                id(module),
-                module.training,
-                len(module._forward_hooks) + len(module._forward_pre_hooks),
-                # Of adapters: which are on.
-                module.__dict__.get("_disable_adapters"),
-                str(module.__dict__.get("_active_adapter")),
-            )
-            for module in model.modules()
-        )
-        return tensors, modules, model.config._attn_implementation
+        kind = self.device.type
+        found: list[Any] = [
+            self.model.config._attn_implementation,
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        ]
+        for module in self.model.modules():
+            own = vars(module)
+            for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
+                if tensor is not None:
+                    found += _address(tensor), tensor.dtype
+            found += id(module), module.training, *own["_forward_hooks"], *own["_forward_pre_hooks"]
+            # Replaced by hand or by accelerate; and of adapters: which are on.
+            found += id(own.get("forward")), own.get("_disable_adapters"), str(own.get("_active_adapter"))
+        return tuple(found)
 
     def not_finite(self, where: str) -> MemberError:
         """Make the error for NaN or infinite logits; `where` goes on "in row 0 at step 1"."""
@@ -134,8 +166,53 @@ class MemberModel:
 
     def warn_uncaptured(self, reason: str) -> None:
         """Say that the member's steps do not run as CUDA graphs, and why."""
-        warnings.warn(
+        messages.warn(
             f"steps of member {self.name!r} ({type(self.model).__name__}) are not captured as CUDA graphs, so they take "
-            f"longer: {reason}.",
-            stacklevel=2,
+            f"longer: {reason}."
         )
+
+
+def input_device(model: Any) -> torch.device:
+    """The device that a model's input ids go to."""
+    weight = model.get_input_embeddings().weight
+    if weight.is_meta:
+        # Weights that wait on the disk or in the host's memory are brought to where the others are.
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        weight = next(tensor for tensor in tensors if not tensor.is_meta)
+    device: torch.device = weight.device
+    return device
+
+
+def _is_offloaded(model: torch.nn.Module) -> bool:
+    """Whether weights are somewhere else, from where accelerate brings them when a module runs."""
+    return any("_hf_hook" in vars(module) for module in model.modules())
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of tensors that only stand for others
+        return id(tensor)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, says that memory has run out."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _forward_parameters(model: torch.nn.Module) -> set[str]:
+    """What a model's forward can be given by name; what wrapper after wrapper hands on counts."""
+    names: set[str] = set()
+    for module in model.modules():
+        parameters = inspect.signature(type(module).forward).parameters
+        names |= set(parameters)
+        hands_on = any(
+            parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters.values()
+        )
+        if not hands_on or not names.isdisjoint(_CACHE_KEYWORDS):
+            break
+    return names

@@ -13,7 +13,7 @@ from transformers import Cache
 
 from ..errors import MemberError
 from .cuda_graphs import capture, lock_of
-from .member_model import MemberModel
+from .member_model import MemberModel, is_out_of_memory
 
 WIDTHS = (1, 2, 4, 8, 16)
 """Numbers of new ids a row for which steps are captured; a step takes the next one up, and longer ones are not captured."""
@@ -31,7 +31,7 @@ def masks_of(member: MemberModel) -> Masks:
         MemberError: If the model's layers or its attention are of a kind that cannot be told what to see, or its weights
             are on several devices.
     """
-    devices = {parameter.device for parameter in member.model.parameters()}
+    devices = {member.device, *(parameter.device for parameter in member.model.parameters())}
     if len(devices) > 1:
         raise MemberError(f"its weights are spread over {sorted(map(str, devices))}")
     config: Any = member.model.config.get_text_config(decoder=True)
@@ -115,22 +115,25 @@ class StaticBuffers:
 
     Args:
         member: The member.
-        masks: How its layers see the cache.
         num_rows: Most rows.
         capacity: Number of slots a row; the last is for what is no text.
         made_for: The fingerprint of the model whose weights the graphs read.
 
     Attributes:
         holds_logits: Whether the logits of the last step are in a buffer, which the next one writes into.
+        is_spent: Whether there was not enough memory to capture a step, so that others shall try it.
+
+    Raises:
+        MemberError: If the model is of a kind that cannot be told what to see.
     """
 
-    def __init__(self, member: MemberModel, masks: Masks, num_rows: int, capacity: int, made_for: Any):
+    def __init__(self, member: MemberModel, num_rows: int, capacity: int, made_for: Any):
         self.member = member
         self.made_for = made_for
         self.num_rows, self.capacity = num_rows, capacity
         self.device = member.device
         self.cache = _SlotCache(num_rows, capacity)
-        self._masks = masks
+        self._masks = masks_of(member)
         self._is_cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._is_cuda else None
         self._can_capture = self._is_cuda
@@ -139,6 +142,7 @@ class StaticBuffers:
         self._pool: Any = None
         self._is_running = False
         self.holds_logits = False
+        self.is_spent = False
 
     def run(self, packed: Tensor, num_logits: int, last_ids: Tensor | None = None) -> Tensor:
         """Start a step.
@@ -247,6 +251,7 @@ class StaticBuffers:
                 logits = self._step(packed, num_logits)
         except (RuntimeError, MemberError) as error:
             self._can_capture = False
+            self.is_spent = is_out_of_memory(error)
             self.member.warn_uncaptured(str(error))
             return None
         self._steps[key] = _Step(graph, packed, logits)
@@ -262,7 +267,6 @@ class BufferPool:
 
     def __init__(self, member: MemberModel):
         self._member = weakref.proxy(member)
-        self.masks = masks_of(member)
         self._free: list[StaticBuffers] = []
         self._lock = threading.Lock()
 
@@ -286,9 +290,10 @@ class BufferPool:
             for buffers in self._free:
                 buffers.wait()  # for a step that ran ahead: their memory goes to others
             self._free.clear()
-        return StaticBuffers(self._member, self.masks, num_rows, capacity, made_for)
+        return StaticBuffers(self._member, num_rows, capacity, made_for)
 
     def release(self, buffers: StaticBuffers) -> None:
         """Take buffers back."""
-        # Without the lock: a finalizer may run anywhere, also in a thread that holds it.
-        self._free.append(buffers)
+        if not buffers.is_spent:
+            # Without the lock: a finalizer may run anywhere, also in a thread that holds it.
+            self._free.append(buffers)
