@@ -30,7 +30,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from . import messages
-from .chat.rendering import ChatRenderer
 from .chat.tokenizer import ensemble_tokenizer
 from .config import (
     EnsembleConfig,
@@ -62,7 +61,6 @@ from .methods.base import MemberMaps, TokenMethod, eos_ids_of
 from .recording.recorder import DecisionRecorder, PrimaryRecorder, RecordingCriteriaList
 from .recording.spans import decisions_of_rounds
 from .scoring.likelihoods import Scores, read_pairs, score_pairs
-from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
 
 _ANY_VOCABULARY = {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"}
@@ -169,7 +167,6 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if hasattr(primary, "hf_device_map"):
             self.hf_device_map = dict(primary.hf_device_map)
         self.tokenizers = [member.tokenizer for member in members]
-        self._renderers = [_renderer(*pair) for pair in zip(members, config.members, strict=True)]
         self.tokenizer = ensemble_tokenizer(
             members[0].tokenizer,
             members[0].encoder.token_bytes.control,
@@ -221,7 +218,7 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
             primary_config=copy.deepcopy(models[0].config),
         )
         config.method.check_members(len(models))
-        known: dict[tuple[int, int, tuple[int, ...]], Member] = {}
+        known: dict[Any, Member] = {}
         members = []
         for model, tokenizer, item in zip(models, tokenizers, config.members, strict=True):
             if item.dtype is None:
@@ -234,9 +231,11 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 item.commit = getattr(model.config, "_commit_hash", None) or loaded_commit(
                     item.path, posixpath.join(item.subfolder or "", "config.json"), item.revision, None
                 )
-            key = (id(model), id(tokenizer), tuple(item.eos_token_id))
+            key = (id(model), id(tokenizer), tuple(item.eos_token_id), item.chat_template, item.system_prompt)
             if key not in known:
-                known[key] = Member(model, tokenizer, name=item.name, extra_eos_token_ids=item.eos_token_id)
+                known[key] = Member(
+                    model, tokenizer, item.name, item.eos_token_id, item.chat_template, item.system_prompt
+                )
             members.append(known[key])
         config._attn_implementation = models[0].config._attn_implementation
         return cls(config, members)
@@ -684,7 +683,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
                 self._refuse_options_of_spans(settings, call.has_cache, prefix_allowed_tokens_fn, synced_gpus)
             inputs, member_prompts = self._primary_prompt(inputs, kwargs, member_prompts)
             inputs = self._prepare_inputs(inputs, kwargs)
-            call.own_prompts = OwnPrompts(self._renderers, member_prompts, 1 if inputs is None else len(inputs))
+            renderers = [member.renderer for member in self._members]
+            call.own_prompts = OwnPrompts(renderers, member_prompts, 1 if inputs is None else len(inputs))
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
             processors = _CallProcessors(logits_processor or [])
@@ -756,7 +756,8 @@ class EnsembleForCausalLM(PreTrainedModel, GenerationMixin):
         if not call.is_by_primary and not call.is_by_spans:
             eos: Any = self.generation_config.eos_token_id
             token_method = self._method(call.method, [eos] if isinstance(eos, int) else list(eos or ()))
-        return score_pairs(self._members, token_method, call.method, call.weights, pairs, batch_size, self._renderers)
+        renderers = [member.renderer for member in self._members]
+        return score_pairs(self._members, token_method, call.method, call.weights, pairs, batch_size, renderers)
 
     def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> _Call:
         for member in self._members:
@@ -1189,19 +1190,6 @@ def _refuse_all_but_greedy(settings: GenerationConfig, method: MethodConfig) -> 
                 f"`{name}={getattr(settings, name)}` cannot be used with these options of method {method.name!r}: "
                 f"{method.greedy_only}. Pass `do_sample=False` and `num_beams=1`."
             )
-
-
-def _renderer(member: Member, item: MemberConfig) -> ChatRenderer:
-    token_bytes = member.encoder.token_bytes
-    encoder = RenderedEncoder(token_bytes.backend, token_bytes.control, token_bytes.num_ids)
-    return ChatRenderer(
-        member.tokenizer,
-        encoder,
-        member.name,
-        item.chat_template,
-        item.system_prompt,
-        member.encoder.replace_unwritable,
-    )
 
 
 def _refuse_without_decisions(settings: GenerationConfig) -> None:

@@ -105,7 +105,7 @@ def packllm_weights(
     if ids is None:
         raise ConfigurationError("`input_ids` must be given: the weights depend on the prompt.")
     members = ensemble._members
-    own = OwnPrompts(ensemble._renderers, member_prompts, len(ids))
+    own = OwnPrompts([member.renderer for member in members], member_prompts, len(ids))
     prompts = read_prompts(members, range(len(members)), "retokenize", ids, options["attention_mask"], own)
     losses = []
     for index, member in enumerate(members):

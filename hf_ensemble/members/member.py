@@ -7,7 +7,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import messages
+from ..chat.rendering import ChatRenderer
 from ..vocabulary.encoding import ByteEncoder
+from ..vocabulary.rendered import RenderedEncoder
 from ..vocabulary.token_bytes import CONTROL, TokenBytes
 from .cache_probe import NUM_TRIAL_IDS, find_cache_mode
 from .cached_rows import CachedRows
@@ -31,11 +33,14 @@ class Member(MemberModel):
         tokenizer: Its fast tokenizer.
         name: Name used in errors. Default: the last part of the model's `name_or_path`, else its class.
         extra_eos_token_ids: Ids that end a text besides those of its generation config.
+        chat_template: A template in place of the tokenizer's own.
+        system_prompt: A system turn in place of every conversation's; empty for none.
 
     Attributes:
         eos_token_ids: Ids that end a text: those of the generation config, else of the model config, else of the
             tokenizer, plus `extra_eos_token_ids`.
         encoder: Which of its ids write given bytes.
+        renderer: How it reads a conversation.
 
     Raises:
         ConfigurationError: If the model is no decoder-only causal language model.
@@ -48,6 +53,8 @@ class Member(MemberModel):
         tokenizer: PreTrainedTokenizerBase,
         name: str | None = None,
         extra_eos_token_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+        system_prompt: str | None = None,
     ):
         super().__init__(model, name)
         self._given_mode: str | None = None
@@ -56,6 +63,16 @@ class Member(MemberModel):
         self.eos_token_ids = sorted({*self._own_eos_token_ids(), *extra_eos_token_ids})
         self.encoder = ByteEncoder(
             tokenizer, TokenBytes(tokenizer, num_ids=self.vocab_size, end_ids=self.eos_token_ids, name=self.name)
+        )
+
+        token_bytes = self.encoder.token_bytes
+        self.renderer = ChatRenderer(
+            tokenizer,
+            RenderedEncoder(token_bytes.backend, token_bytes.control, token_bytes.num_ids),
+            self.name,
+            chat_template,
+            system_prompt,
+            self.encoder.replace_unwritable,
         )
 
     def is_control(self, member_id: int) -> bool:
