@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from .config import check_positive_integer
 from .errors import ConfigurationError
-from .members.member import padded_left
+from .members.state import padded_left
 
 Metric = Callable[[str, Any], float]
 """From a response and the example's reference to a number, the higher the better."""

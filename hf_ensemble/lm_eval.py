@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from .config import METHODS, method_config
 from .errors import ConfigurationError
-from .members.member import padded_left
+from .members.state import padded_left
 from .model import EnsembleForCausalLM
 from .scoring.pairs import encode_text
 

@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from .chat.rendering import ChatRenderer
 from .chat.tokenizer import ensemble_tokenizer
 from .config import (
     EnsembleConfig,
@@ -45,7 +44,6 @@ from .modes import mode_for_generate, mode_of
 from .modes.stock_loop import CallCriteria, CallProcessors, Running, StockLoopHooks, carrying
 from .scoring.likelihoods import Likelihoods, score_pairs
 from .scoring.pairs import read_pairs
-from .vocabulary.rendered import RenderedEncoder
 from .vocabulary.union import UnionVocabulary
 
 
@@ -88,7 +86,6 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
         if hasattr(primary, "hf_device_map"):
             self.hf_device_map = dict(primary.hf_device_map)
         self.tokenizers = [member.tokenizer for member in members]
-        self._renderers = [_renderer(*pair) for pair in zip(members, config.members, strict=True)]
         self.tokenizer = ensemble_tokenizer(
             members[0].tokenizer,
             members[0].encoder.token_bytes.control,
@@ -422,7 +419,8 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
             all the weight and its own `generate` runs. With `speculation` it has `speculation`, a `SpeculationStats`.
 
         Raises:
-            ConfigurationError: If an option cannot work for an ensemble, or the inputs do not fit.
+            ConfigurationError: If an option cannot work for an ensemble, or the inputs do not fit, or a member's
+                embeddings have been resized.
             MemberError: If a member fails, gives NaN, or every candidate was filtered out.
         """
         arguments = {"prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "synced_gpus": synced_gpus}
@@ -456,7 +454,7 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
                 inputs, mask, member_prompts = encode_primary_prompt(self._members[0], member_prompts)
             if inputs is not None:
                 inputs, kwargs["attention_mask"] = prepare_prompt(self._members[0], inputs, mask)
-            call.own_prompts = OwnPrompts(self._renderers, member_prompts, 1 if inputs is None else len(inputs))
+            call.own_prompts = OwnPrompts(call.renderers, member_prompts, 1 if inputs is None else len(inputs))
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
             output = super().generate(
@@ -507,24 +505,13 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
         return score_pairs(pairs, mode.call.weights, batch_size, lambda batch: mode.score_batch(batch, end_ids))
 
     def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> Call:
+        for member in self._members:
+            member.check_size()
         config = self.config.method if method is None else method_config(method)
         config.check_members(len(self._members))
         given = self.config.weights if weights is None else weights
         step_weights = StepWeights(given, len(self._members), config.takes_weights_as_given)
-        return Call(self._kept, config, step_weights, self._renderers)
-
-
-def _renderer(member: Member, item: MemberConfig) -> ChatRenderer:
-    token_bytes = member.encoder.token_bytes
-    encoder = RenderedEncoder(token_bytes.backend, token_bytes.control, token_bytes.num_ids)
-    return ChatRenderer(
-        member.tokenizer,
-        encoder,
-        member.name,
-        item.chat_template,
-        item.system_prompt,
-        member.encoder.replace_unwritable,
-    )
+        return Call(self._kept, config, step_weights, [member.renderer for member in self._members])
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def make_ensemble(models: Sequence, tokenizers: Sequence, **options: Any) -> Ens
     for member in ensemble._members:
         mode = CACHE_MODES.get(member.model.config.model_type)
         if mode is not None:
-            vars(member)["cache_mode"] = mode  # trying would take a tenth of many a test's time
+            member.cache_mode = mode  # trying would take a tenth of many a test's time
     return ensemble
 
 

@@ -208,8 +208,10 @@ def test_templates_and_system_prompts_can_be_set_for_each_member(tmp_path):
     (conversation,), _ = read_conversations(MESSAGES, None)
     for ensemble in (loaded, again):
         assert ensemble.apply_chat_template(MESSAGES, tokenize=False) == expected[0]
-        assert [renderer.text(conversation) for renderer in ensemble._renderers] == expected
-        texts = [text_written(t, r.ids(conversation)) for t, r in zip(tokenizers, ensemble._renderers, strict=True)]
+        assert [member.renderer.text(conversation) for member in ensemble._members] == expected
+        texts = [
+            text_written(t, m.renderer.ids(conversation)) for t, m in zip(tokenizers, ensemble._members, strict=True)
+        ]
         assert texts[2] == "User:\nThe capital of France?"
     loaded_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert loaded_tokenizer.apply_chat_template(MESSAGES, tokenize=False) == expected[0]
@@ -223,7 +225,7 @@ def test_a_model_listed_twice_with_two_system_prompts_is_loaded_once(tmp_path):
     )
     assert ensemble.members[0] is ensemble.members[1]
     (conversation,), _ = read_conversations(MESSAGES, None)
-    assert [r.text(conversation)[19:20] for r in ensemble._renderers] == ["A", "B"]
+    assert [member.renderer.text(conversation)[19:20] for member in ensemble._members] == ["A", "B"]
 
 
 def test_a_system_turn_that_a_template_refuses_is_folded_into_the_user_turn_after_it():

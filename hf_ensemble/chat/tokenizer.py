@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, 
 from ..config import EnsembleConfig
 from ..errors import ConfigurationError
 from ..vocabulary.rendered import RenderedEncoder
+from ..vocabulary.store import without_dropout
 from .conversation import read_conversations
 from .memory import remember
 from .rendering import ChatRenderer
@@ -148,6 +149,8 @@ def ensemble_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """A copy of the primary's tokenizer that pads on the left and remembers the conversations that it renders.
 
+    It encodes without dropout.
+
     Args:
         tokenizer: The primary's tokenizer; not changed.
         control: Ids of its control tokens.
@@ -161,6 +164,7 @@ def ensemble_tokenizer(
         twin.__class__ = _class_for(base)
     twin.__dict__.pop(_CACHE, None)
     twin.padding_side = "left"
+    twin._tokenizer = without_dropout(twin.backend_tokenizer)
     added = twin.backend_tokenizer.get_added_tokens_decoder()
     unflagged = sorted(i for i in control if i in added and not added[i].special)
     settings = {"name": name, "control_ids": unflagged, "system_prompt": system_prompt}

@@ -91,6 +91,8 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         self._decoder = None
 
     def _start(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> TokenDecoder:
+        for member in self._members:
+            member.check_size()
         mask = None
         if self._pad is not None:
             mask = (input_ids != self._pad).long().cummax(-1).values

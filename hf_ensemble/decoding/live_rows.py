@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .. import messages
 from ..errors import MemberError
-from ..members.member import Member, MemberState
+from ..members.member import Member
+from ..members.state import MemberState
 from ..vocabulary.context import MemberContext, Resync
 from .call import Call
 from .prompts import expand_prompts, read_prompts
@@ -162,7 +163,7 @@ class LiveRows:
         """
         for index, state in self.states.items():
             places = [place for place, row in enumerate(self.live) if is_needed[row][index]]
-            if index and places and self.members[index].is_captured:
+            if index and places and state.is_captured:
                 state.start(rows=places)
 
     # Following the text

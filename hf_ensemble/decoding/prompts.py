@@ -12,7 +12,8 @@ from .. import messages
 from ..chat.memory import recall
 from ..chat.rendering import ChatRenderer
 from ..errors import ConfigurationError
-from ..members.member import Member, MemberState, padded_left
+from ..members.member import Member
+from ..members.state import MemberState, padded_left
 from ..vocabulary.context import MemberContext, Resync
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..members.cached_rows import PlainContext
-from ..members.member import Member, MemberState
+from ..members.contexts import PlainContext
+from ..members.member import Member
+from ..members.state import MemberState
 from ..vocabulary.context import MemberContext
 
 _MAX_LOGITS = 2**26

@@ -146,10 +146,10 @@ def make_members(
     known: dict[Any, Member] = {}
     members = []
     for model, tokenizer, item in zip(models, tokenizers, config.members, strict=True):
-        options = {"name": item.name, "extra_eos_token_ids": tuple(item.eos_token_id)}
-        key = (id(model), id(tokenizer), *options.values())
+        options = (item.name, tuple(item.eos_token_id), item.chat_template, item.system_prompt)
+        key = (id(model), id(tokenizer), *options)
         if key not in known:
-            known[key] = Member(model, tokenizer, **options)
+            known[key] = Member(model, tokenizer, *options)
         members.append(known[key])
     return config, members
 

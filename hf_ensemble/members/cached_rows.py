@@ -1,423 +1,70 @@
-"""A member's caches for the rows of one call, of whatever kind the model allows."""
+"""What every kind of cache offers to a state."""
 
-import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..errors import MemberError
-from ..vocabulary.context import num_common
-
-if TYPE_CHECKING:
-    from .member import Member
-
-_NUM_SNAPSHOTS = 8
-_ROOM = 64
-"""Positions for which a cache that grows has room when it is copied."""
-_MARGIN = 64
-"""Positions before its window that a window layer keeps at least, when it drops some."""
+from .contexts import ContextIds
 
 
-class ContextIds(Protocol):
-    """What a state reads of a row: its ids, and how many leading ones are unchanged since the last reading."""
+class CachedRows(ABC):
+    """A member's caches for the rows of a call.
 
-    ids: list[int]
-    num_kept: int
-
-
-@dataclass
-class PlainContext:
-    """Ids that whoever holds them changes."""
-
-    ids: list[int]
-    num_kept: int = 0
-
-    def change(self, ids: list[int]) -> None:
-        """Put other ids in their place; of those that are cached, what both begin with stays."""
-        self.num_kept = min(self.num_kept, num_common(self.ids, ids))
-        self.ids = ids
-
-
-class WaitingContext(PlainContext):
-    """What is cached of a row that is not wanted just now."""
-
-
-def num_new_ids(contexts: Sequence[ContextIds], lengths: Sequence[int], num_last: Sequence[int]) -> int:
-    """How many ids every row takes in a forward pass: what the most of them need, cached ones for their logits included.
-
-    Args:
-        contexts: What each row is brought to.
-        lengths: How many ids of each row are cached.
-        num_last: Of how many last ids of each row logits are wanted.
-    """
-    return max(
-        max(wanted, 1, len(context.ids) - min(context.num_kept, length))
-        for context, length, wanted in zip(contexts, lengths, num_last, strict=True)
-    )
-
-
-def last_ids(context: ContextIds, count: int) -> list[int]:
-    """So many last ids of a row, after zeros where it has fewer."""
-    tail = context.ids[-count:]
-    return [0] * (count - len(tail)) + tail
-
-
-def _join_rows(a: Tensor, b: Tensor, width: int) -> Tensor:
-    """Put the rows of two caches together, each cut or padded at its left to this many positions."""
-    return torch.cat([torch.nn.functional.pad(part, (0, 0, width - part.shape[-2], 0)) for part in (a, b)])
-
-
-class _RoomyLayer(DynamicLayer):
-    """A layer's cache that has room after its end, so that it grows without being copied."""
-
-    num_dropped = 0
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self._with_room: dict[str, Tensor] = {}
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append, in place where there is room."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys = self._appended("keys", self.keys, key_states)
-        self.values = self._appended("values", self.values, value_states)
-        return self.keys, self.values
-
-    def give_up_room(self) -> None:
-        """Never write in place again into what others may hold."""
-        self._with_room = {}
-
-    def _appended(self, name: str, held: Any, new: Tensor) -> Tensor:
-        start = held.shape[-2] if held.numel() else 0
-        end = start + new.shape[-2]
-        room = self._with_room.get(name)
-        # What was moved or cut at its front is no longer the beginning of the tensor with room.
-        if room is None or room.data_ptr() != held.data_ptr() or room.shape[0] != len(held) or room.shape[2] < end:
-            room = new.new_empty(*new.shape[:2], end + _ROOM, new.shape[-1])
-            if start:
-                room[..., :start, :] = held
-            self._with_room[name] = room
-        room[..., start:end, :] = new
-        return room[..., :end, :]
-
-
-class _WindowLayer(_RoomyLayer):
-    """A layer's cache that drops what its window has left behind.
-
-    It keeps a margin before the window, and what the last forward added, so that rows can roll back that far. It drops
-    only when it holds a second margin, so that few steps copy it. Attention reads it as if it began with the
-    `num_dropped` positions that it lacks, which no window reaches.
+    Attributes:
+        mode: The cache mode; see `Member.cache_mode`.
+        num_forwards: Number of forward passes that the last `forward` took.
     """
 
-    is_sliding = True
+    mode: str
+    num_forwards = 1
 
-    def __init__(self, window: int):
-        super().__init__()
-        self.window = window
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append, and drop after what this forward reads."""
-        keys, values = super().update(key_states, value_states)
-        surplus = keys.shape[-2] - key_states.shape[-2] - self.window - _MARGIN
-        if surplus >= _MARGIN:
-            self.num_dropped += surplus
-            self.keys, self.values = keys[..., surplus:, :], values[..., surplus:, :]
-        return keys, values
-
-    def get_seq_length(self) -> int:
-        """The number of positions, dropped ones included."""
-        return self.num_dropped + super().get_seq_length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many positions a forward reads, and how many are dropped before them."""
-        return super().get_seq_length() + query_length, self.num_dropped
-
-
-class RepackedRows:
-    """One cache for all rows, which keeps every position but those far before the windows of window layers.
-
-    Every row's part is contiguous and ends at the right edge, because window masks count cache slots: holes may only be
-    at the left. All rows take equally many ids a forward (a row with fewer new ones computes its last ones again), so
-    the logits wanted always stand at the right edge too.
-    """
-
-    forwards_of_last_call = 1
-
-    def __init__(self, member: "Member", num_rows: int):
-        self.member = member
-        self._begin(num_rows)
-
-    def _begin(self, num_rows: int) -> None:
-        self.lengths = [0] * num_rows
-        self.cache = DynamicCache(config=self.member.model.config)
-        windows = [
-            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0 for layer in self.cache.layers
-        ]
-        # One mask serves all window layers, so they drop alike.
-        self._window = max(windows, default=0)
-        self.cache.layers = [_WindowLayer(self._window) if window else _RoomyLayer() for window in windows]
-        self.cache.layer_class_to_replicate = _RoomyLayer
-
+    @abstractmethod
     def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
-        """Bring rows to their contexts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
-        num_new = num_new_ids(contexts, self.lengths, num_last)
-        kept = [max(0, len(context.ids) - num_new) for context in contexts]
-        if not self._keep(kept):
-            return self.forward(self._brought_nearer(contexts), num_last)
-        width = max(kept)
-        device = self.member.device
-        ids = torch.tensor([last_ids(context, num_new) for context in contexts])
-        starts = torch.tensor([len(context.ids) - num_new for context in contexts])
-        positions = (starts[:, None] + torch.arange(num_new)).clamp_min(0)
-        mask = None
-        lengths = torch.tensor([len(context.ids) for context in contexts])
-        if min(len(context.ids) for context in contexts) < width + num_new:
-            mask = (torch.arange(width + num_new) >= width + num_new - lengths[:, None]).long().to(device)
-        logits = self.member.forward(ids.to(device), positions.to(device), mask, self.cache, max(num_last))
-        self.lengths = lengths.tolist()
-        return logits
+        """Start to bring every row to its context.
 
-    def _brought_nearer(self, contexts: Sequence[ContextIds]) -> Sequence[ContextIds]:
-        """Do a part of what brings rows to their contexts where they cannot roll back far enough to do it at once.
-
-        Rows with many new ids, for which the others would roll back, take the first of them; where there is no such row
-        all begin anew.
+        Args:
+            contexts: One a row.
+            num_last: After how many last ids of each row logits are wanted.
 
         Returns:
-            The contexts, with how much of each is cached now.
+            Logits of shape `(num_rows, max(num_last), vocab_size)`, each row's at the right edge; to be read after
+            `collect`.
         """
-        known = [min(context.num_kept, length) for context, length in zip(contexts, self.lengths, strict=True)]
-        nearer = [PlainContext(context.ids[: n + _MARGIN], n) for context, n in zip(contexts, known, strict=True)]
-        if all(len(near.ids) == len(context.ids) for near, context in zip(nearer, contexts, strict=True)):
-            self._begin(len(contexts))
-            return contexts
-        self.forward(nearer, [1] * len(nearer))
-        return [PlainContext(context.ids, len(near.ids)) for context, near in zip(contexts, nearer, strict=True)]
 
-    def _keep(self, kept: list[int]) -> bool:
-        """Roll every row back to `kept` ids and move what stays to the right edge.
+    @abstractmethod
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep, repeat or drop rows."""
 
-        Returns:
-            False, and nothing is changed, where a window layer has dropped what the next forward reads.
-        """
-        width, new_width = self.cache.get_seq_length(), max(kept)
-        if width == 0 or (kept == self.lengths and width == new_width):
-            return True
-        # Column c of the new cache comes from old column c + shift of its row.
-        shifts = [width - new_width - (length - k) for length, k in zip(self.lengths, kept, strict=True)]
-        layers = self._filled_layers()
-        lost = [max(layer.num_dropped for layer in layers) - shift for shift in shifts]
-        # Only what rows have there counts: not what is before their beginning.
-        dropped = max((n for n, k in zip(lost, kept, strict=True) if new_width - k < min(n, new_width)), default=0)
-        if dropped > max(0, new_width - self._window + 1):
-            return False
-        indices: dict[tuple[bool, torch.device], Tensor] = {}
-        for layer in layers:
-            now_dropped = dropped if layer.is_sliding else 0
-            starts = [shift - layer.num_dropped + now_dropped for shift in shifts]
-            count = new_width - now_dropped
-            layer.num_dropped = now_dropped
-            if len(set(starts)) == 1:
-                layer.keys = layer.keys[..., starts[0] : starts[0] + count, :]
-                layer.values = layer.values[..., starts[0] : starts[0] + count, :]
-                continue
-            key = layer.is_sliding, layer.keys.device
-            if key not in indices:
-                index = (torch.arange(count) + torch.tensor(starts)[:, None]).clamp_min(0)  # (B, count)
-                indices[key] = index.to(layer.keys.device)[:, None, :, None]
-            at = indices[key]
-            layer.keys = layer.keys.gather(2, at.expand(*layer.keys.shape[:2], -1, layer.keys.shape[-1]))
-            layer.values = layer.values.gather(2, at.expand(*layer.values.shape[:2], -1, layer.values.shape[-1]))
-        return True
-
-    def _filled_layers(self) -> list[Any]:
-        layers = [layer for layer in self.cache.layers if getattr(layer, "is_initialized", True)]
-        if any(not isinstance(layer, _RoomyLayer) for layer in layers):
-            kinds = sorted({type(layer).__name__ for layer in layers})
-            raise MemberError(f"member {self.member.name!r} keeps a cache that cannot be repacked: {kinds}.")
-        return layers
-
-    def hold(self) -> None:
-        """Nothing to do: rows can roll back without it."""
-
-    def fork(self, rows: Sequence[int]) -> "RepackedRows":
+    @abstractmethod
+    def fork(self, rows: Sequence[int]) -> "CachedRows":
         """Rows of their own that continue from these."""
-        twin = copy.copy(self)
-        # Both may hold the same tensors, as long as neither writes into them.
-        for layer in self._filled_layers():
-            layer.give_up_room()
-        twin.cache = copy.copy(self.cache)
-        twin.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
-        for layer in twin._filled_layers():
-            layer.give_up_room()
-        twin.select(rows)
-        return twin
 
-    def adopt(self, fork: "RepackedRows", rows: Sequence[int | None]) -> None:
+    @abstractmethod
+    def adopt(self, fork: Any, rows: Sequence[int | None]) -> None:
         """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
-        num_rows = len(self.lengths)
-        self._join(fork)
-        self.select([place if row is None else num_rows + row for place, row in enumerate(rows)])
-
-    def collect(self, logits: Tensor) -> Tensor:
-        """Nothing to wait for."""
-        return logits
-
-    def _join(self, other: "RepackedRows") -> None:
-        width = max(self.cache.get_seq_length(), other.cache.get_seq_length())
-        for mine, theirs in zip(self._filled_layers(), other._filled_layers(), strict=True):
-            dropped = max((width - layer.keys.shape[-2] for layer in (mine, theirs) if layer.num_dropped), default=0)
-            mine.keys = _join_rows(mine.keys, theirs.keys, width - dropped)
-            mine.values = _join_rows(mine.values, theirs.values, width - dropped)
-            mine.num_dropped = dropped
-        self.lengths = [*self.lengths, *other.lengths]
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep, repeat or drop rows."""
-        if list(rows) == list(range(len(self.lengths))):
-            return
-        self.lengths = [self.lengths[row] for row in rows]
-        index = torch.tensor(list(rows), dtype=torch.long)
-        for layer in self._filled_layers():
-            layer.keys = layer.keys[index.to(layer.keys.device)]
-            layer.values = layer.values[index.to(layer.values.device)]
-
-
-class SeparateRows:
-    """One cache a row, for members whose cache cannot be cut: snapshots, or nothing cached at all."""
-
-    def __init__(self, member: "Member", num_rows: int, mode: str):
-        self.member = member
-        self.mode = mode
-        self.forwards_of_last_call = 0
-        self._rows = [_SeparateRow() for _ in range(num_rows)]
-
-    def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
-        """Bring rows to their contexts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
-        self.forwards_of_last_call = 0
-        logits = [
-            self._forward_row(row, context, wanted)
-            for row, context, wanted in zip(self._rows, contexts, num_last, strict=True)
-        ]
-        width = max(num_last)
-        return torch.cat([torch.nn.functional.pad(part, (0, 0, width - part.shape[1], 0)) for part in logits])
-
-    def _forward_row(self, row: "_SeparateRow", context: ContextIds, num_last: int) -> Tensor:
-        num_ids = len(context.ids)
-        if isinstance(context, WaitingContext):
-            like: Tensor = self.member.model.get_output_embeddings().weight
-            return like.new_zeros(1, num_last, self.member.vocab_size, device=self.member.device)
-        if context.num_kept == num_ids == row.length and row.logits is not None and row.logits.shape[1] >= num_last:
-            return row.logits[:, -num_last:]
-        if self.mode == "recompute":
-            row.logits = self._run(context.ids, 0, None, num_last)
-        else:
-            row.roll_back(min(context.num_kept, num_ids - num_last))
-            if row.cache is None:
-                row.cache = DynamicCache(config=self.member.model.config)
-            if self.mode == "row_chunks" or row.length == 0:
-                ends = [num_ids] if num_last > 1 or row.length > 0 or num_ids == 1 else [num_ids - 1, num_ids]
-            else:
-                ends = list(range(row.length + 1, num_ids + 1))
-            parts = []
-            for end in ends:
-                parts.append(
-                    self._run(context.ids[row.length : end], row.length, row.cache, min(num_last, end - row.length))
-                )
-                row.length = end
-                row.take_snapshot()
-            row.logits = torch.cat(parts, dim=1)[:, -num_last:]
-        row.length = num_ids
-        return row.logits
-
-    def _run(self, ids: list[int], start: int, cache: Cache | None, num_logits: int) -> Tensor:
-        device = self.member.device
-        positions = torch.arange(start, start + len(ids), device=device)[None]
-        self.forwards_of_last_call += 1
-        return self.member.forward(torch.tensor([ids], device=device), positions, None, cache, num_logits)
 
     def hold(self) -> None:
-        """Keep a snapshot of the rows as they are now."""
-        for row in self._rows:
-            row.hold()
-
-    def fork(self, rows: Sequence[int]) -> "SeparateRows":
-        """Rows of their own that continue from these."""
-        twin = copy.copy(self)
-        twin._rows = [self._rows[row].fork() for row in rows]
-        return twin
-
-    def adopt(self, fork: "SeparateRows", rows: Sequence[int | None]) -> None:
-        """As in `RepackedRows`."""
-        self._rows = [own if row is None else fork._rows[row] for own, row in zip(self._rows, rows, strict=True)]
+        """Remember the rows as they are, where they could not roll back to them otherwise."""
+        return
 
     def collect(self, logits: Tensor) -> Tensor:
-        """Nothing to wait for."""
+        """Wait for the logits that were started last, and give the caller its own."""
         return logits
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep, repeat or drop rows."""
-        taken: set[int] = set()
-        selected = []
-        for row in rows:
-            selected.append(self._rows[row].twin() if row in taken else self._rows[row])
-            taken.add(row)
-        self._rows = selected
+    def run_ahead(self, last_ids: Tensor) -> Tensor | None:
+        """Start the step after one more id in every row, on the device, where that can be done.
 
+        Args:
+            last_ids: Of shape `(num_rows,)`.
 
-class _SeparateRow:
-    """A cache, the number of ids in it, and snapshots to roll back to."""
+        Returns:
+            Logits of shape `(num_rows, 1, vocab_size)`, or None.
+        """
+        return None
 
-    def __init__(self) -> None:
-        self.cache: Cache | None = None
-        self.length = 0
-        self.logits: Tensor | None = None
-        self._snapshots: list[tuple[int, Cache | None]] = []
-        self._held: tuple[int, Cache | None] | None = None
-
-    def take_snapshot(self) -> None:
-        # States change in place, so a snapshot is a copy.
-        held = [snapshot for snapshot in self._snapshots[: -_NUM_SNAPSHOTS + 1] if snapshot is self._held]
-        self._snapshots = [
-            *held,
-            *self._snapshots[-_NUM_SNAPSHOTS + 1 :],
-            (self.length, copy.deepcopy(self.cache)),
-        ]
-
-    def hold(self) -> None:
-        self._held = self._snapshots[-1] if self._snapshots else None
-
-    def twin(self) -> "_SeparateRow":
-        twin = self._with_same_snapshots()
-        twin.cache = copy.deepcopy(self.cache)
-        return twin
-
-    def fork(self) -> "_SeparateRow":
-        # The state itself is restored from the last snapshot.
-        twin = self._with_same_snapshots()
-        twin.cache, twin.logits = None, None
-        twin.length = self.length + 1
-        return twin
-
-    def _with_same_snapshots(self) -> "_SeparateRow":
-        # Snapshots never change, so both may hold the same ones.
-        twin = copy.copy(self)
-        twin._snapshots = list(self._snapshots)
-        return twin
-
-    def roll_back(self, num_kept: int) -> None:
-        """Return to the longest state of at most `num_kept` ids; the caller computes the rest again."""
-        if self.length <= num_kept:
-            return
-        self._snapshots = [(n, cache) for n, cache in self._snapshots if n <= num_kept]
-        if self._snapshots:
-            self.length, snapshot = self._snapshots[-1]
-            self.cache = copy.deepcopy(snapshot)
-        else:
-            self.length, self.cache = 0, None
+    def beside(self) -> AbstractContextManager[None]:
+        """Launch beside all that is not told to wait for these rows."""
+        return nullcontext()

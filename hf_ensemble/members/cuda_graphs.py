@@ -1,7 +1,6 @@
 """Arithmetic as CUDA graphs, since launching its many small kernels takes longer than running them."""
 
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .. import messages
 
 _NUM_EAGER_STEPS = 2
 """Steps of the same shapes before a graph is captured: short calls need none, and they serve as its warm-up."""
@@ -109,9 +110,7 @@ class Captured:
             with capture(graph, self._pool, self._stream):
                 results = self._function(*buffers)
         except RuntimeError as error:
-            warnings.warn(
-                f"arithmetic of a step cannot be captured as a CUDA graph ({error}): it runs uncaptured.", stacklevel=2
-            )
+            messages.warn(f"arithmetic of a step cannot be captured as a CUDA graph ({error}): it runs uncaptured.")
             self._can_capture = False
             return False
         self._graphs[shapes] = _Graph(graph, buffers, results)

@@ -1,4 +1,4 @@
-"""A member's cache of fixed size, so that a step is one CUDA graph whatever the lengths of the rows.
+"""A cache of fixed size, so that a step is one CUDA graph whatever the lengths of the rows.
 
 Every row stands from its first slot on: the slot of an id is its position, and what a query sees follows from its
 position alone. So rows of any lengths share a step, and rolling back is forgetting a length: what stands in later slots
@@ -6,32 +6,20 @@ is never seen, and overwritten when the row grows again.
 """
 
 import copy
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
-from ..errors import MemberError
-from .cached_rows import ContextIds, last_ids, num_new_ids
-from .cuda_graphs import capture, lock_of
-
-if TYPE_CHECKING:
-    from .member import Member
-
-_WIDTHS = (1, 2, 4, 8, 16)
-"""Numbers of new ids a row for which steps are captured; a step takes the next one up, and longer ones are not captured."""
+from .cached_rows import CachedRows
+from .contexts import ContextIds, last_ids, num_new_ids
+from .static_buffers import GROWTH, WIDTHS, BufferPool, StaticBuffers
 
 _GRAIN = 64
 """Capacities are multiples of it. Attention reads all slots, so there are no more than a call is expected to need."""
-
-_GROWTH = 1.5
-"""How much more capacity is taken where it has run out, and how much more than is asked for may be reused."""
 
 _MAX_RESERVE = 2048
 """Most slots reserved for ids that are yet to come."""
@@ -39,302 +27,34 @@ _MAX_RESERVE = 2048
 _IDS_AT_ONCE = 8192
 """Most ids of all rows together that one forward pass takes; longer prompts are read in several."""
 
-Masks = Callable[[Tensor, int], Any]
 
-
-def masks_of(member: "Member") -> Masks:
-    """How a member's layers see the cache: a function of positions of shape `(num_rows, num_new)` and of the capacity.
-
-    Raises:
-        MemberError: If the model's layers or its attention are of a kind that cannot be told what to see.
-    """
-    config: Any = member.model.config.get_text_config(decoder=True)
-    implementation = config._attn_implementation
-    if implementation not in ("sdpa", "eager"):
-        raise MemberError(f"its attention is {implementation!r}, which takes no mask. Load it with 'sdpa' or 'eager'")
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    windows = {"full_attention": None, "sliding_attention": window}
-    if not kinds <= set(windows):
-        raise MemberError(f"it has layers of kinds {sorted(kinds - set(windows))}")
-    dtype = member.model.dtype
-    # Attention would make numbers of a mask of booleans in every layer. But they must be of the dtype that it computes in.
-    dtypes = {parameter.dtype for parameter in member.model.parameters() if parameter.is_floating_point()}
-    is_additive = implementation == "eager" or dtypes == {dtype}
-
-    def mask(positions: Tensor, capacity: int, window: int | None) -> Tensor:
-        slots = torch.arange(capacity, device=positions.device)
-        seen = slots <= positions[..., None]  # (num_rows, num_new, capacity)
-        if window is not None:
-            seen &= slots > positions[..., None] - window
-        if is_additive:
-            seen = torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
-        return seen[:, None]
-
-    def masks(positions: Tensor, capacity: int) -> Any:
-        if kinds:
-            return {kind: mask(positions, capacity, windows[kind]) for kind in sorted(kinds)}
-        return mask(positions, capacity, window)
-
-    return masks
-
-
-class _SlotCache(Cache):
-    """Keys and values of every layer in slots; new ones are put where `slots` says."""
-
-    def __init__(self, num_rows: int, capacity: int):
-        super().__init__(layers=[])
-        self.num_rows, self.capacity = num_rows, capacity
-        self.slots: Tensor | None = None
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        if layer_idx == len(self.keys):
-            self.keys.append(self.slots_for(key_states))
-            self.values.append(self.slots_for(value_states))
-        return self._put(self.keys[layer_idx], key_states), self._put(self.values[layer_idx], value_states)
-
-    def slots_for(self, states: Tensor) -> Tensor:
-        """Empty slots for a layer with states like these."""
-        return states.new_zeros(self.num_rows, states.shape[1], self.capacity, states.shape[-1])
-
-    def _put(self, held: Tensor, new: Tensor) -> Tensor:
-        assert self.slots is not None
-        return held[: len(new)].scatter_(2, self.slots[:, None, :, None].expand_as(new), new)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.capacity, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.capacity
-
-
-@dataclass
-class _Step:
-    """A captured step with the buffers that it reads and writes."""
-
-    graph: torch.cuda.CUDAGraph
-    packed: Tensor
-    logits: Tensor
-
-
-class StaticBuffers:
-    """The tensors and graphs of one member for up to `num_rows` rows of fewer than `capacity` ids; one user at a time.
-
-    Graphs run on a stream of their own, so that members run side by side.
+class StaticRows(CachedRows):
+    """Rows in static buffers.
 
     Args:
-        member: The member.
-        masks: How its layers see the cache.
-        num_rows: Most rows.
-        capacity: Number of slots a row; the last is for what is no text.
-        made_for: The fingerprint of the model whose weights the graphs read.
-
-    Attributes:
-        holds_logits: Whether the logits of the last step are in a buffer, which the next one writes into.
-    """
-
-    def __init__(self, member: "Member", masks: Masks, num_rows: int, capacity: int, made_for: Any):
-        self.member = member
-        self.made_for = made_for
-        self.num_rows, self.capacity = num_rows, capacity
-        self.device = member.device
-        self.cache = _SlotCache(num_rows, capacity)
-        self._masks = masks
-        self._is_cuda = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if self._is_cuda else None
-        self._can_capture = self._is_cuda
-        self._warm: set[tuple[int, int, int]] = set()
-        self._steps: dict[tuple[int, int, int], _Step] = {}
-        self._pool: Any = None
-        self._is_running = False
-        self.holds_logits = False
-
-    def run(self, packed: Tensor, num_logits: int, last_ids: Tensor | None = None) -> Tensor:
-        """Start a step.
-
-        Args:
-            packed: For each row its new ids, and the position of the first of them: negative ones are no text. Of shape
-                `(num_rows, num_new + 1)`, on the CPU.
-            num_logits: Number of last ids after each of which logits are wanted.
-            last_ids: The only new id of each of the first rows, on the device, if it is not in `packed`.
-
-        Returns:
-            Logits of shape `(num_rows, num_logits, vocab_size)`; to be read after `wait`, before the next step.
-        """
-        with self._context():
-            self.wait()
-            key = (len(packed), packed.shape[1] - 1, num_logits)
-            step = self._steps.get(key)
-            if step is None and self._can_capture and key[1] in _WIDTHS and key in self._warm:
-                step = self._capture(key)
-            self.holds_logits = step is not None
-            if step is None:
-                self._warm.add(key)
-                there = packed.to(self.device)
-                if last_ids is not None:
-                    there[: len(last_ids), 0] = last_ids
-                return self._step(there, num_logits)
-            step.packed.copy_(packed.pin_memory(), non_blocking=True)
-            if last_ids is not None:
-                step.packed[: len(last_ids), 0] = last_ids
-            assert self._stream is not None
-            with lock_of(self._stream):
-                self._stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self._stream):
-                    step.graph.replay()
-            self._is_running = True
-            return step.logits
-
-    def wait(self) -> None:
-        """Let what is launched from now on come after the last step."""
-        if self._is_running:
-            assert self._stream is not None
-            current = torch.cuda.current_stream(self.device)
-            if current != self._stream:
-                with lock_of(self._stream):
-                    current.wait_stream(self._stream)
-                self._is_running = False
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Launch on the stream of the steps, after all that has been launched, so that nothing else comes after it."""
-        if self._stream is None:
-            yield
-            return
-        with lock_of(self._stream):
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            self._is_running = True
-            with torch.cuda.stream(self._stream):
-                yield
-
-    def take(self, other: "StaticBuffers", rows: Sequence[int], into: Sequence[int], length: int) -> None:
-        """Copy the first `length` slots of rows of `other`, which may be this one, into rows `into` of this one."""
-        with self._context():
-            self.wait()
-            other.wait()
-            there, here = (torch.tensor(list(some), device=self.device) for some in (rows, into))
-            for mine, theirs in ((self.cache.keys, other.cache.keys), (self.cache.values, other.cache.values)):
-                for layer, held in enumerate(theirs):
-                    if layer == len(mine):
-                        mine.append(self.cache.slots_for(held))
-                    mine[layer][:, :, :length].index_copy_(0, here, held[:, :, :length].index_select(0, there))
-
-    def clear(self) -> None:
-        """Forget what is in the slots: what is not seen must still be a number."""
-        with self._context():
-            self.wait()
-            for held in (*self.cache.keys, *self.cache.values):
-                held.zero_()
-
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        # Buffers live longer than a call, so they must not be tied to its inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            if self._is_cuda:
-                with torch.cuda.device(self.device):
-                    yield
-            else:
-                yield
-
-    def _step(self, packed: Tensor, num_logits: int) -> Tensor:
-        ids, starts = packed[:, :-1], packed[:, -1:]
-        positions = starts + torch.arange(ids.shape[1], device=packed.device)
-        self.cache.slots = torch.where(positions < 0, self.capacity - 1, positions)
-        positions = positions.clamp_min(0)
-        return self.member.forward(ids, positions, self._masks(positions, self.capacity), self.cache, num_logits)
-
-    def _capture(self, key: tuple[int, int, int]) -> _Step | None:
-        num_rows, num_new, num_logits = key
-        packed = torch.zeros(num_rows, num_new + 1, dtype=torch.long, device=self.device)
-        packed[:, -1] = -num_new
-        assert self._stream is not None
-        graph = torch.cuda.CUDAGraph()
-        # One step at a time runs, so all may use the same scratch memory.
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        try:
-            with capture(graph, self._pool, self._stream):
-                logits = self._step(packed, num_logits)
-        except (RuntimeError, MemberError) as error:
-            self._can_capture = False
-            self.member.warn_uncaptured(str(error))
-            return None
-        self._steps[key] = _Step(graph, packed, logits)
-        return self._steps[key]
-
-
-class BufferPool:
-    """A member's buffers that nobody uses just now, kept for the next call.
-
-    Args:
-        member: The member.
-    """
-
-    def __init__(self, member: "Member"):
-        self._member = weakref.proxy(member)
-        self.masks = masks_of(member)
-        self._free: list[StaticBuffers] = []
-        self._lock = threading.Lock()
-
-    def acquire(self, num_rows: int, capacity: int, made_for: Any = None) -> StaticBuffers:
-        """Give buffers to one user, who hands them back by `release`.
-
-        Args:
-            num_rows: Number of rows.
-            capacity: Least number of slots a row.
-            made_for: The fingerprint of the model, for who has taken it in this call.
-        """
-        made_for = made_for or _fingerprint(self._member.model)
-        with self._lock:
-            for buffers in list(self._free):
-                # Graphs read weights where they were, also if buffers come back only after those were replaced.
-                fits = buffers.num_rows == num_rows and capacity <= buffers.capacity <= _GROWTH * capacity
-                if fits and buffers.made_for == made_for:
-                    self._free.remove(buffers)
-                    buffers.clear()
-                    return buffers
-            for buffers in self._free:
-                buffers.wait()  # for a step that ran ahead: their memory goes to others
-            self._free.clear()
-        return StaticBuffers(self._member, self.masks, num_rows, capacity, made_for)
-
-    def release(self, buffers: StaticBuffers) -> None:
-        """Take buffers back."""
-        # Without the lock: a finalizer may run anywhere, also in a thread that holds it.
-        self._free.append(buffers)
-
-
-class StaticRows:
-    """Rows in static buffers; see `RepackedRows` for what rows offer.
-
-    Args:
-        member: The member.
+        pool: The member's buffers.
         num_rows: Number of rows.
         num_expected: Number of ids that each row is expected to grow by.
     """
 
-    forwards_of_last_call = 1
+    mode = "static"
 
-    def __init__(self, member: "Member", num_rows: int, num_expected: int):
-        self.member = member
+    def __init__(self, pool: BufferPool, num_rows: int, num_expected: int):
+        self._pool = pool
         self.lengths = [0] * num_rows
         self._num_expected = min(num_expected, _MAX_RESERVE)
         self._buffers: StaticBuffers | None = None
         self._give_back: Any = None
 
     def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
-        """As `RepackedRows.forward`; the logits are there only after `collect`."""
+        """Start a step for all rows, or several for long prompts."""
         num_new = num_new_ids(contexts, self.lengths, num_last)
         lengths = [len(context.ids) for context in contexts]
         self._reserve(len(contexts), max(lengths))
         assert self._buffers is not None
         num_logits = max(num_last)
-        width = next((width for width in _WIDTHS if width >= num_new), num_new)
-        num_rows = _power_of_two(len(contexts)) if width in _WIDTHS else len(contexts)
+        width = next((width for width in WIDTHS if width >= num_new), num_new)
+        num_rows = _power_of_two(len(contexts)) if width in WIDTHS else len(contexts)
         rows = [last_ids(context, width) for context in contexts]
         rows += [[0] * width] * (num_rows - len(rows))
         starts = [length - width for length in lengths] + [-width] * (num_rows - len(lengths))
@@ -348,20 +68,13 @@ class StaticRows:
             begin = end
         logits = self._run(
             torch.cat([packed[:, begin:-1], packed[:, -1:] + begin], dim=-1),
-            1 if num_logits == 1 else width if width in _WIDTHS else num_logits,
+            1 if num_logits == 1 else width if width in WIDTHS else num_logits,
         )
         self.lengths = lengths
         return logits[: len(contexts), -num_logits:]
 
     def run_ahead(self, last_ids: Tensor) -> Tensor | None:
-        """Start the step after one more id in every row, on the device; None where there is no room for it.
-
-        Args:
-            last_ids: Of shape `(num_rows,)`.
-
-        Returns:
-            Logits of shape `(num_rows, 1, vocab_size)`.
-        """
+        """Start the step after one more id in every row; None where there is no room for it."""
         if self._buffers is None or max(self.lengths) + 1 >= self._buffers.capacity:
             return None
         num_rows = _power_of_two(len(self.lengths))
@@ -371,7 +84,7 @@ class StaticRows:
         return logits[: len(self.lengths)]
 
     def beside(self) -> AbstractContextManager[None]:
-        """Launch beside all that is not told to wait for these rows."""
+        """Launch on the stream of the steps; the rows must have been read."""
         assert self._buffers is not None
         return self._buffers.beside()
 
@@ -380,9 +93,6 @@ class StaticRows:
         assert self._buffers is not None
         self._buffers.wait()
         return logits.clone() if self._buffers.holds_logits else logits
-
-    def hold(self) -> None:
-        """Nothing to do: every position stays."""
 
     def fork(self, rows: Sequence[int]) -> "StaticRows":
         """Rows of their own that continue from these."""
@@ -394,7 +104,7 @@ class StaticRows:
         return twin
 
     def adopt(self, fork: "StaticRows", rows: Sequence[int | None]) -> None:
-        """As in `RepackedRows`."""
+        """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
         taken = {place: row for place, row in enumerate(rows) if row is not None}
         longest = max(fork.lengths[row] for row in taken.values())
         self._reserve(len(self.lengths), longest)
@@ -430,15 +140,14 @@ class StaticRows:
         if old is None:
             self._hold_buffers(_power_of_two(num_rows), _capacity(longest + self._num_expected))
         elif longest >= old.capacity:
-            buffers = self._hold_buffers(old.num_rows, _capacity(max(longest, int(_GROWTH * old.capacity))))
+            buffers = self._hold_buffers(old.num_rows, _capacity(max(longest, int(GROWTH * old.capacity))))
             buffers.take(old, range(num_rows), range(num_rows), max(self.lengths))
             give_back()
 
     def _hold_buffers(self, num_rows: int, capacity: int) -> StaticBuffers:
-        pool = self.member.buffer_pool
         made_for = None if self._buffers is None else self._buffers.made_for
-        self._buffers = buffers = pool.acquire(num_rows, capacity, made_for)
-        self._give_back = weakref.finalize(self, pool.release, buffers)
+        self._buffers = buffers = self._pool.acquire(num_rows, capacity, made_for)
+        self._give_back = weakref.finalize(self, self._pool.release, buffers)
         self._give_back.atexit = False
         return buffers
 
@@ -449,20 +158,3 @@ def _capacity(longest: int) -> int:
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
-
-
-def _fingerprint(model: Any) -> tuple[Any, ...]:
-    """What changes when somebody moves, casts or replaces a model's weights, or changes what its modules do."""
-    tensors = tuple((t.data_ptr(), t.dtype) for some in (model.parameters(), model.buffers()) for t in some)
-    modules = tuple(
-        (
-            id(module),
-            module.training,
-            len(module._forward_hooks) + len(module._forward_pre_hooks),
-            # Of adapters: which are on.
-            module.__dict__.get("_disable_adapters"),
-            str(module.__dict__.get("_active_adapter")),
-        )
-        for module in model.modules()
-    )
-    return tensors, modules, model.config._attn_implementation

@@ -12,7 +12,8 @@ from ..config import check_positive_integer
 from ..decoding.prompts import OwnPrompts, read_prompts
 from ..decoding.step_weights import StepWeights
 from ..errors import MemberError
-from ..members.member import Member, padded_left
+from ..members.member import Member
+from ..members.state import padded_left
 from .by_member import score_by_member
 from .pairs import Pair, own_pairs
 

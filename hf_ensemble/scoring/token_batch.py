@@ -13,7 +13,8 @@ from ..decoding.step import FusedStep
 from ..decoding.step_weights import StepWeights
 from ..decoding.teacher_forcing import ForcedMember, ForcedText, advance_by_blocks
 from ..decoding.text_warnings import warn_of_losses
-from ..members.member import Member, padded_left
+from ..members.member import Member
+from ..members.state import padded_left
 from ..methods.base import TokenMethod
 from .by_member import check_positions
 from .likelihoods import Batch

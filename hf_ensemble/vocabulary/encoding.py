@@ -166,7 +166,7 @@ class ByteEncoder:
     @cached_property
     def merges(self) -> bool:
         """Whether ids are what merging neighbours gives, wherever in a text they stand."""
-        return self._model_type == "BPE" and self._backend.model.dropout is None
+        return self._model_type == "BPE"
 
     @cached_property
     def _space_cuts(self) -> bool:

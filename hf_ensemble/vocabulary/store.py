@@ -1,10 +1,10 @@
 """Vocabulary maps on disk: safetensors files under a key of everything that they depend on."""
 
+import copy
 import hashlib
 import json
 import os
 import uuid
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from .. import messages
 from ..errors import VocabularyError
 
 _SCHEMA = 1
@@ -47,7 +48,7 @@ def load_arrays(key: str) -> dict[str, np.ndarray] | None:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        warnings.warn(f"the stored map {path} is damaged ({error}) and is built again.", stacklevel=2)
+        messages.warn(f"the stored map {path} is damaged ({error}) and is built again.")
         return None
 
 
@@ -64,10 +65,9 @@ def save_arrays(key: str, arrays: dict[str, np.ndarray]) -> None:
             temporary.unlink(missing_ok=True)
             raise
     except (OSError, SafetensorError) as error:
-        warnings.warn(
+        messages.warn(
             f"cannot store vocabulary maps in {folder} ({error}): they are built again next time. "
-            "Set HF_ENSEMBLE_CACHE to a folder that can be written.",
-            stacklevel=2,
+            "Set HF_ENSEMBLE_CACHE to a folder that can be written."
         )
 
 
@@ -122,13 +122,21 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def fast_backend(tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> Any:
-    """Return the `tokenizers.Tokenizer` behind a tokenizer, or raise naming it."""
+    """Return the `tokenizers.Tokenizer` behind a tokenizer, without dropout, or raise naming it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise VocabularyError(
             f"the tokenizer of {name or tokenizer.name_or_path!r} cannot be understood: {type(tokenizer).__name__} has "
             "no fast backend. Load a fast tokenizer (one saved with a tokenizer.json)."
         )
+    return without_dropout(backend)
+
+
+def without_dropout(backend: Any) -> Any:
+    """The tokenizer itself, or, where it would leave out merges at random as for training, a copy that does not."""
+    if getattr(backend.model, "dropout", None):
+        backend = copy.deepcopy(backend)
+        backend.model.dropout = None
     return backend
 
 

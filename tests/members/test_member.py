@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, MemberError
-from hf_ensemble.members.member import Member, MemberState
+from hf_ensemble.members.member import Member
+from hf_ensemble.members.state import MemberState
 from tests import tiny
 from tests.contracts import CACHE_MODES, METHODS, make_ensemble, padded
 

@@ -7,20 +7,22 @@ import torch
 
 from hf_ensemble import MemberError
 from hf_ensemble.decoding.speculation.draft_length import DraftLength
-from hf_ensemble.members.cached_rows import PlainContext
-from hf_ensemble.members.member import Member, MemberState
-from hf_ensemble.members.static_cache import BufferPool, masks_of
+from hf_ensemble.members.contexts import PlainContext
+from hf_ensemble.members.member import Member
+from hf_ensemble.members.state import MemberState
+from hf_ensemble.members.static_buffers import BufferPool, masks_of
 from tests import contracts, tiny
 from tests.contracts import PROMPTS, make_ensemble, padded
 from tests.test_contracts import ALL
 
 RECIPE = contracts.CORE_RECIPES[0]
+ALWAYS_STATIC = property(lambda member: "static", lambda member, mode: None)
 
 
 @pytest.fixture
 def static(monkeypatch):
     """Every member has a cache of fixed size."""
-    monkeypatch.setattr(Member, "cache_mode", property(lambda member: "static"))
+    monkeypatch.setattr(Member, "cache_mode", ALWAYS_STATIC)
 
 
 def pair(seed=0):
@@ -68,7 +70,7 @@ def test_contracts_hold(contract, method, static):
 )
 def test_texts_are_those_of_a_cache_that_grows(method, options, monkeypatch):
     expected = text_of(shared_pair(), method, **options)
-    monkeypatch.setattr(Member, "cache_mode", property(lambda member: "static"))
+    monkeypatch.setattr(Member, "cache_mode", ALWAYS_STATIC)
     assert text_of(shared_pair(), method, **options).tolist() == expected.tolist()
 
 

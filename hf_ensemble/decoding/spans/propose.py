@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ...errors import MemberError
-from ...members.cached_rows import PlainContext
+from ...members.contexts import PlainContext
 from ...methods.sweetspan import SweetSpanConfig
 from ...vocabulary.encoding import ByteEncoder
 from ...vocabulary.words import Span, read_span

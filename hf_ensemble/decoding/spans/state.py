@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...members.member import Member, MemberState
+from ...members.member import Member
+from ...members.state import MemberState
 from ...methods.sweetspan import SpanScore, span_score
 from ...recording.spans import SpanRound
 from ...vocabulary.context import MemberContext

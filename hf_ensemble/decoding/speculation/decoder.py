@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ... import messages
 from ...errors import MemberError
-from ...members.member import Member, MemberState
+from ...members.member import Member
+from ...members.state import MemberState
 from ...methods.base import TokenMethod
 from ...vocabulary.context import MemberContext
 from ..prompts import OwnPrompts, expand_prompts, read_prompts
@@ -171,7 +172,7 @@ class SpeculativeDecoder:
             longest = max(len(chain.columns) for chain in chains)
             self._drafting.length.verified(longest, self._drafting.length.clock() - start)
         self._drafting.judge(chains, choices, fused.plan, drafter)
-        if self._live and any(drafter.member.is_captured for drafter in self._drafters):
+        if self._live and any(self.states[drafter.index].is_captured for drafter in self._drafters):
             # A GPU drafts while what has been decided is handed out.
             self._begun = self._begin()
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...members.cached_rows import PlainContext
-from ...members.member import MemberState
+from ...members.contexts import PlainContext
+from ...members.state import MemberState
 from ...vocabulary.context import MemberContext
 from ...vocabulary.token_bytes import NO_TOKEN
 
@@ -132,7 +132,7 @@ class MemberDrafter:
         drafts = [PlainContext(list(context.ids), context.num_kept) for context in contexts]
         active = [n for n, length in enumerate(lengths) if length > 0 and not contexts[n].sits_out]
         state.contexts = drafts  # type: ignore[assignment]
-        if self.member.is_captured and len(active) == len(contexts):
+        if state.is_captured and len(active) == len(contexts):
             ids, events = self._write_chained(drafts, max(lengths))
             drafted = self._arriving(ids, lengths, clock() - start, events)
         else:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...members.member import MemberState
+from ...members.state import MemberState
 from ...vocabulary.context import MemberContext, num_common
 from ..step import sent
 from .chain import Chain

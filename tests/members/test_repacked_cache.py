@@ -6,9 +6,10 @@ import random
 import pytest
 import torch
 
-from hf_ensemble.members import cached_rows
-from hf_ensemble.members.cached_rows import PlainContext
-from hf_ensemble.members.member import Member, MemberState
+from hf_ensemble.members import repacked_cache
+from hf_ensemble.members.contexts import PlainContext
+from hf_ensemble.members.member import Member
+from hf_ensemble.members.state import MemberState
 from tests import tiny
 
 WINDOW, MARGIN = 8, 3
@@ -29,8 +30,8 @@ def member_of(name, attention):
 
 @pytest.fixture
 def member(request, monkeypatch):
-    monkeypatch.setattr(cached_rows, "_MARGIN", MARGIN)
-    monkeypatch.setattr(cached_rows, "_ROOM", 4)
+    monkeypatch.setattr(repacked_cache, "_MARGIN", MARGIN)
+    monkeypatch.setattr(repacked_cache, "_ROOM", 4)
     return member_of(*getattr(request, "param", ("gemma3", "sdpa")))
 
 

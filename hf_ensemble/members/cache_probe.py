@@ -1,0 +1,135 @@
+"""Finding by trial how a member's cache can follow a text."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import messages
+from .cached_rows import CachedRows
+from .contexts import PlainContext
+from .member_model import MemberModel, is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+NUM_TRIAL_IDS = 10
+
+_STEPS = (
+    ((0, 4), (2, 3)),
+    ((0, 5), (2, 6)),
+    ((1, 6), (2, 5)),
+    ((1, 6), (2, 7)),
+    ((1, 7), (2, 8)),
+)
+"""Of which text two rows hold how many ids, at steps that grow, roll back and branch off."""
+
+NewRows = Callable[[int, str], CachedRows]
+"""Makes caches for a number of rows in a cache mode."""
+
+
+def find_cache_mode(member: MemberModel, ids: Sequence[int], new_rows: NewRows) -> tuple[str, bool]:
+    """Find the first cache mode in which a member gives the logits that it gives without a cache.
+
+    Args:
+        member: The member.
+        ids: `NUM_TRIAL_IDS` of its ids, none of which is a control token.
+        new_rows: Makes caches.
+
+    Returns:
+        The mode, and whether that is final: not so if there was not enough memory to try a better one.
+
+    Raises:
+        MemberError: If the member fails, or gives NaN or infinite logits, without a cache too.
+    """
+    texts = [list(ids[:5]), [*ids[:3], *ids[6:]], list(ids[2:])]
+    is_training = member.model.training
+    devices = [member.device] if member.device.type == "cuda" else []
+    # What dropout draws must not move the user's generators.
+    with torch.no_grad(), torch.random.fork_rng(devices, enabled=is_training):
+        expected = _logits_without_cache(texts, new_rows)
+        if not bool(expected.logsumexp(-1).isfinite().all()):
+            raise member.not_finite(f"before step 1, on {len(ids)} ids that were tried")
+        tolerance = _tolerance(member)
+        if is_training and _distance(_logits_without_cache(texts, new_rows), expected) > tolerance:
+            messages.warn(
+                f"member {member.name!r} is in training mode and draws other logits every time (by dropout), so no cache "
+                "can follow it: its whole context is computed again at every step. Call its `eval()`."
+            )
+            return "recompute", True
+        return _first_that_works(member, tolerance, expected, texts, new_rows)
+
+
+def _first_that_works(
+    member: MemberModel, tolerance: float, expected: Tensor, texts: Sequence[list[int]], new_rows: NewRows
+) -> tuple[str, bool]:
+    is_final = True
+    modes = ["static", "repack", "row_chunks", "row_tokens"]
+    for mode in modes if member.device.type == "cuda" else modes[1:]:
+        try:
+            distance = _distance(_logits_in_mode(mode, texts, new_rows), expected)
+        except Exception as error:
+            if is_out_of_memory(error):
+                is_final = False
+                logger.warning(
+                    "there was not enough memory to try cache mode %s of member %r, which is tried again at the next call: %s",
+                    mode,
+                    member.name,
+                    error,
+                )
+                continue
+            logger.info("member %r cannot use cache mode %s: %s", member.name, mode, error)
+            reason = str(error)
+        else:
+            logger.info("member %r in cache mode %s: distance %.2g", member.name, mode, distance)
+            if distance <= tolerance:
+                return mode, is_final
+            reason = "with a cache of fixed size it gives other logits"
+        if mode == "static":
+            member.warn_uncaptured(reason)
+    if is_final:
+        messages.warn(
+            f"no cache of member {member.name!r} ({type(member.model).__name__}) gives the logits that it gives without "
+            "one, so its whole context is computed again at every step."
+        )
+    return "recompute", is_final
+
+
+def _tolerance(member: MemberModel) -> float:
+    """How far rounding may move a member's logits, as a share of their spread; a wrong cache moves them by most of it."""
+    if getattr(member.model, "is_quantized", False):
+        return 0.4  # 8-bit activations are rounded by what else is in the batch: 0.3 was seen
+    is_exact = member.model.dtype == torch.float32 and not torch.is_autocast_enabled(member.device.type)
+    return 1e-3 if is_exact else 0.1
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """How far logits are from others, as a share of their spread: the most at any step; infinite if other ids are ruled out."""
+    is_out = expected == -torch.inf
+    if not torch.equal(found == -torch.inf, is_out):
+        return math.inf
+    found, expected = found.masked_fill(is_out, 0.0), expected.masked_fill(is_out, 0.0)
+    return float(((found - expected).std(-1) / expected.std(-1).clamp_min(1e-12)).max())
+
+
+def _logits_without_cache(texts: Sequence[list[int]], new_rows: NewRows) -> Tensor:
+    """What `_logits_in_mode` has to give, from one forward for each text."""
+    contexts = [PlainContext(ids) for ids in texts]
+    logits = new_rows(len(texts), "recompute").forward(contexts, [len(ids) for ids in texts])
+    seen = [torch.stack([logits[text, num - 1 - len(texts[text])] for text, num in step]) for step in _STEPS]
+    return torch.stack(seen).float()
+
+
+def _logits_in_mode(mode: str, texts: Sequence[list[int]], new_rows: NewRows) -> Tensor:
+    """Logits of two rows along the steps, of shape `(num_steps, 2, vocab_size)`."""
+    rows = new_rows(2, mode)
+    contexts = [PlainContext([]), PlainContext([])]
+    seen = []
+    for step in _STEPS:
+        for context, (text, num) in zip(contexts, step, strict=True):
+            context.change(texts[text][:num])
+        seen.append(rows.collect(rows.forward(contexts, [1, 1]))[:, -1])
+        for context in contexts:
+            context.num_kept = len(context.ids)
+    return torch.stack(seen).float()

@@ -1,0 +1,218 @@
+"""A member's model, as its caches see it."""
+
+import inspect
+import itertools
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from .. import messages
+from ..errors import ConfigurationError, MemberError
+
+_CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
+
+
+class MemberModel:
+    """A causal language model that is run on ids, their positions and a cache. It is never changed.
+
+    Args:
+        model: A causal language model.
+        name: Name used in errors. Default: the last part of the model's `name_or_path`, else its class.
+
+    Attributes:
+        vocab_size: Width of the model's logits.
+        cache_keyword: What its forward calls the cache.
+
+    Raises:
+        ConfigurationError: If the model is no decoder-only causal language model.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str | None = None):
+        self.model = model
+        path = str(getattr(model, "name_or_path", "") or "").rstrip("/")
+        self.name = name or path.rsplit("/", 1)[-1] or type(model).__name__
+        if model.config.is_encoder_decoder:
+            raise ConfigurationError(
+                f"member {self.name!r} is an encoder-decoder model ({type(model).__name__}), which an ensemble cannot "
+                "hold. Use decoder-only causal language models."
+            )
+        if model.get_output_embeddings() is None:
+            raise ConfigurationError(
+                f"member {self.name!r} ({type(model).__name__}) has no language-modelling head. Load it with "
+                "AutoModelForCausalLM."
+            )
+        adapters: dict[str, Any] = getattr(model, "peft_config", None) or {}
+        for adapter, config in adapters.items():
+            if getattr(config, "is_prompt_learning", False):
+                raise ConfigurationError(
+                    f"adapter {adapter!r} of member {self.name!r} ({type(config).__name__}) puts virtual tokens before every "
+                    "text, which the caches of an ensemble know nothing of. Use an adapter that changes the weights (LoRA)."
+                )
+        if any(weight.is_meta for weight in model.parameters()) and not _is_offloaded(model):
+            raise ConfigurationError(
+                f"member {self.name!r} has weights on the meta device, which hold no numbers. Load it with "
+                "`from_pretrained`, or give `EnsembleForCausalLM.from_pretrained` its path."
+            )
+        self.vocab_size = self._width_of_head()
+        self._parameters = _forward_parameters(model)
+        self.cache_keyword = next((key for key in _CACHE_KEYWORDS if key in self._parameters), _CACHE_KEYWORDS[0])
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the member's input ids go to."""
+        return input_device(self.model)
+
+    @cached_property
+    def max_positions(self) -> int | None:
+        """How many ids fit the member's learned position embeddings; None where nothing breaks beyond a length."""
+        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if limit is None:
+            return None
+        token_embeddings = {id(self.model.get_input_embeddings()), id(self.model.get_output_embeddings())}
+        tables = [
+            module.num_embeddings
+            for module in self.model.modules()
+            if isinstance(module, torch.nn.Embedding) and id(module) not in token_embeddings
+        ]
+        # OPT and its relatives keep two rows more than they have positions.
+        return limit if {limit, limit + 2} & set(tables) else None
+
+    def check_size(self) -> None:
+        """Look whether the model still has the vocabulary with which the ensemble was made.
+
+        Raises:
+            ConfigurationError: If it has not.
+        """
+        self._check_width(self._width_of_head())
+
+    def _check_width(self, width: int) -> None:
+        if width != self.vocab_size:
+            raise ConfigurationError(
+                f"member {self.name!r} gives logits of {width} ids, but its head was for {self.vocab_size} when the ensemble "
+                "was made: its embeddings have been resized. Make the ensemble anew."
+            )
+
+    def _width_of_head(self) -> int:
+        head: Any = self.model.get_output_embeddings()
+        # It may be narrower than the embeddings. Packed weights have another shape.
+        width: int | None = getattr(head, "out_features", None)
+        return width or int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    def accepts(self, keyword: str) -> bool:
+        """Whether the model's forward has a parameter of this name."""
+        return keyword in self._parameters
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        cache: Cache | None,
+        num_logits: int,
+    ) -> Tensor:
+        """Run the model.
+
+        Args:
+            input_ids: New ids of shape `(batch_size, num_new)`.
+            position_ids: Their positions, of the same shape.
+            attention_mask: Over cache and new ids, of shape `(batch_size, num_cached + num_new)`; None for all ones.
+            cache: The cache, extended in place; None to use none.
+            num_logits: Number of last positions whose logits are wanted.
+
+        Returns:
+            Logits of shape `(batch_size, num_logits, vocab_size)`, on the member's device.
+
+        Raises:
+            MemberError: If the model raises.
+            ConfigurationError: If its embeddings have been resized.
+        """
+        kwargs: dict[str, Any] = {"input_ids": input_ids, "use_cache": cache is not None, "return_dict": True}
+        if cache is not None:
+            kwargs[self.cache_keyword] = cache
+        optional = {"position_ids": position_ids, "attention_mask": attention_mask, "logits_to_keep": num_logits}
+        # A mixture-of-experts model saved from training would compute an auxiliary loss, and fail on padding.
+        optional["output_router_logits"] = False
+        kwargs.update((key, value) for key, value in optional.items() if self.accepts(key) and value is not None)
+        try:
+            logits: Tensor = self.model(**kwargs).logits
+        except Exception as error:
+            raise MemberError(f"member {self.name!r} failed in its forward pass: {error}") from error
+        self._check_width(logits.shape[-1])
+        return logits[:, -num_logits:].to(self.device)
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """What changes when somebody moves, casts or replaces the model's weights, or changes what its modules do."""
+        kind = self.device.type
+        found: list[Any] = [
+            self.model.config._attn_implementation,
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        ]
+        for module in self.model.modules():
+            own = vars(module)
+            for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
+                if tensor is not None:
+                    found += _address(tensor), tensor.dtype
+            found += id(module), module.training, *own["_forward_hooks"], *own["_forward_pre_hooks"]
+            # Replaced by hand or by accelerate; and of adapters: which are on.
+            found += id(own.get("forward")), own.get("_disable_adapters"), str(own.get("_active_adapter"))
+        return tuple(found)
+
+    def not_finite(self, where: str) -> MemberError:
+        """Make the error for NaN or infinite logits; `where` goes on "in row 0 at step 1"."""
+        return messages.not_finite(self.name, self.model.dtype, where)
+
+    def warn_uncaptured(self, reason: str) -> None:
+        """Say that the member's steps do not run as CUDA graphs, and why."""
+        messages.warn(
+            f"steps of member {self.name!r} ({type(self.model).__name__}) are not captured as CUDA graphs, so they take "
+            f"longer: {reason}."
+        )
+
+
+def input_device(model: Any) -> torch.device:
+    """The device that a model's input ids go to."""
+    weight = model.get_input_embeddings().weight
+    if weight.is_meta:
+        # Weights that wait on the disk or in the host's memory are brought to where the others are.
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        weight = next(tensor for tensor in tensors if not tensor.is_meta)
+    device: torch.device = weight.device
+    return device
+
+
+def _is_offloaded(model: torch.nn.Module) -> bool:
+    """Whether weights are somewhere else, from where accelerate brings them when a module runs."""
+    return any("_hf_hook" in vars(module) for module in model.modules())
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of tensors that only stand for others
+        return id(tensor)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, says that memory has run out."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _forward_parameters(model: torch.nn.Module) -> set[str]:
+    """What a model's forward can be given by name; what wrapper after wrapper hands on counts."""
+    names: set[str] = set()
+    for module in model.modules():
+        parameters = inspect.signature(type(module).forward).parameters
+        names |= set(parameters)
+        hands_on = any(
+            parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters.values()
+        )
+        if not hands_on or not names.isdisjoint(_CACHE_KEYWORDS):
+            break
+    return names

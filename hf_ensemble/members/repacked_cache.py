@@ -1,0 +1,235 @@
+"""One cache for all rows, which every forward pass moves to the right edge."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import MemberError
+from .cached_rows import CachedRows
+from .contexts import ContextIds, PlainContext, last_ids, num_new_ids
+from .member_model import MemberModel
+
+_ROOM = 64
+"""Positions for which a cache that grows has room when it is copied."""
+_MARGIN = 64
+"""Positions before its window that a window layer keeps at least, when it drops some."""
+
+
+def _join_rows(a: Tensor, b: Tensor, width: int) -> Tensor:
+    """Put the rows of two caches together, each cut or padded at its left to this many positions."""
+    return torch.cat([torch.nn.functional.pad(part, (0, 0, width - part.shape[-2], 0)) for part in (a, b)])
+
+
+class _RoomyLayer(DynamicLayer):
+    """A layer's cache that has room after its end, so that it grows without being copied."""
+
+    num_dropped = 0
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._with_room: dict[str, Tensor] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append, in place where there is room."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._appended("keys", self.keys, key_states)
+        self.values = self._appended("values", self.values, value_states)
+        return self.keys, self.values
+
+    def give_up_room(self) -> None:
+        """Never write in place again into what others may hold."""
+        self._with_room = {}
+
+    def _appended(self, name: str, held: Any, new: Tensor) -> Tensor:
+        start = held.shape[-2] if held.numel() else 0
+        end = start + new.shape[-2]
+        room = self._with_room.get(name)
+        # What was moved or cut at its front is no longer the beginning of the tensor with room.
+        if room is None or room.data_ptr() != held.data_ptr() or room.shape[0] != len(held) or room.shape[2] < end:
+            room = new.new_empty(*new.shape[:2], end + _ROOM, new.shape[-1])
+            if start:
+                room[..., :start, :] = held
+            self._with_room[name] = room
+        room[..., start:end, :] = new
+        return room[..., :end, :]
+
+
+class _WindowLayer(_RoomyLayer):
+    """A layer's cache that drops what its window has left behind.
+
+    It keeps a margin before the window, and what the last forward added, so that rows can roll back that far. It drops
+    only when it holds a second margin, so that few steps copy it. Attention reads it as if it began with the
+    `num_dropped` positions that it lacks, which no window reaches.
+    """
+
+    is_sliding = True
+
+    def __init__(self, window: int):
+        super().__init__()
+        self.window = window
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append, and drop after what this forward reads."""
+        keys, values = super().update(key_states, value_states)
+        surplus = keys.shape[-2] - key_states.shape[-2] - self.window - _MARGIN
+        if surplus >= _MARGIN:
+            self.num_dropped += surplus
+            self.keys, self.values = keys[..., surplus:, :], values[..., surplus:, :]
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """The number of positions, dropped ones included."""
+        return self.num_dropped + super().get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many positions a forward reads, and how many are dropped before them."""
+        return super().get_seq_length() + query_length, self.num_dropped
+
+
+class RepackedRows(CachedRows):
+    """One cache for all rows, which keeps every position but those far before the windows of window layers.
+
+    Every row's part is contiguous and ends at the right edge, because window masks count cache slots: holes may only be
+    at the left. All rows take equally many ids a forward (a row with fewer new ones computes its last ones again), so
+    the logits wanted always stand at the right edge too.
+    """
+
+    mode = "repack"
+
+    def __init__(self, member: MemberModel, num_rows: int):
+        self.member = member
+        self._begin(num_rows)
+
+    def _begin(self, num_rows: int) -> None:
+        self.lengths = [0] * num_rows
+        self.cache = DynamicCache(config=self.member.model.config)
+        windows = [
+            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0 for layer in self.cache.layers
+        ]
+        # One mask serves all window layers, so they drop alike.
+        self._window = max(windows, default=0)
+        self.cache.layers = [_WindowLayer(self._window) if window else _RoomyLayer() for window in windows]
+        self.cache.layer_class_to_replicate = _RoomyLayer
+
+    def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
+        """Bring rows to their contexts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
+        num_new = num_new_ids(contexts, self.lengths, num_last)
+        kept = [max(0, len(context.ids) - num_new) for context in contexts]
+        if not self._keep(kept):
+            return self.forward(self._brought_nearer(contexts), num_last)
+        width = max(kept)
+        device = self.member.device
+        ids = torch.tensor([last_ids(context, num_new) for context in contexts])
+        starts = torch.tensor([len(context.ids) - num_new for context in contexts])
+        positions = (starts[:, None] + torch.arange(num_new)).clamp_min(0)
+        mask = None
+        lengths = torch.tensor([len(context.ids) for context in contexts])
+        if min(len(context.ids) for context in contexts) < width + num_new:
+            mask = (torch.arange(width + num_new) >= width + num_new - lengths[:, None]).long().to(device)
+        logits = self.member.forward(ids.to(device), positions.to(device), mask, self.cache, max(num_last))
+        self.lengths = lengths.tolist()
+        return logits
+
+    def _brought_nearer(self, contexts: Sequence[ContextIds]) -> Sequence[ContextIds]:
+        """Do a part of what brings rows to their contexts where they cannot roll back far enough to do it at once.
+
+        Rows with many new ids, for which the others would roll back, take the first of them; where there is no such row
+        all begin anew.
+
+        Returns:
+            The contexts, with how much of each is cached now.
+        """
+        known = [min(context.num_kept, length) for context, length in zip(contexts, self.lengths, strict=True)]
+        nearer = [PlainContext(context.ids[: n + _MARGIN], n) for context, n in zip(contexts, known, strict=True)]
+        if all(len(near.ids) == len(context.ids) for near, context in zip(nearer, contexts, strict=True)):
+            self._begin(len(contexts))
+            return contexts
+        self.forward(nearer, [1] * len(nearer))
+        return [PlainContext(context.ids, len(near.ids)) for context, near in zip(contexts, nearer, strict=True)]
+
+    def _keep(self, kept: list[int]) -> bool:
+        """Roll every row back to `kept` ids and move what stays to the right edge.
+
+        Returns:
+            False, and nothing is changed, where a window layer has dropped what the next forward reads.
+        """
+        width, new_width = self.cache.get_seq_length(), max(kept)
+        if width == 0 or (kept == self.lengths and width == new_width):
+            return True
+        # Column c of the new cache comes from old column c + shift of its row.
+        shifts = [width - new_width - (length - k) for length, k in zip(self.lengths, kept, strict=True)]
+        layers = self._filled_layers()
+        lost = [max(layer.num_dropped for layer in layers) - shift for shift in shifts]
+        # Only what rows have there counts: not what is before their beginning.
+        dropped = max((n for n, k in zip(lost, kept, strict=True) if new_width - k < min(n, new_width)), default=0)
+        if dropped > max(0, new_width - self._window + 1):
+            return False
+        indices: dict[tuple[bool, torch.device], Tensor] = {}
+        for layer in layers:
+            now_dropped = dropped if layer.is_sliding else 0
+            starts = [shift - layer.num_dropped + now_dropped for shift in shifts]
+            count = new_width - now_dropped
+            layer.num_dropped = now_dropped
+            if len(set(starts)) == 1:
+                layer.keys = layer.keys[..., starts[0] : starts[0] + count, :]
+                layer.values = layer.values[..., starts[0] : starts[0] + count, :]
+                continue
+            key = layer.is_sliding, layer.keys.device
+            if key not in indices:
+                index = (torch.arange(count) + torch.tensor(starts)[:, None]).clamp_min(0)  # (B, count)
+                indices[key] = index.to(layer.keys.device)[:, None, :, None]
+            at = indices[key]
+            layer.keys = layer.keys.gather(2, at.expand(*layer.keys.shape[:2], -1, layer.keys.shape[-1]))
+            layer.values = layer.values.gather(2, at.expand(*layer.values.shape[:2], -1, layer.values.shape[-1]))
+        return True
+
+    def _filled_layers(self) -> list[Any]:
+        layers = [layer for layer in self.cache.layers if getattr(layer, "is_initialized", True)]
+        if any(not isinstance(layer, _RoomyLayer) for layer in layers):
+            kinds = sorted({type(layer).__name__ for layer in layers})
+            raise MemberError(f"member {self.member.name!r} keeps a cache that cannot be repacked: {kinds}.")
+        return layers
+
+    def fork(self, rows: Sequence[int]) -> "RepackedRows":
+        """Rows of their own that continue from these."""
+        twin = copy.copy(self)
+        # Both may hold the same tensors, as long as neither writes into them.
+        for layer in self._filled_layers():
+            layer.give_up_room()
+        twin.cache = copy.copy(self.cache)
+        twin.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        for layer in twin._filled_layers():
+            layer.give_up_room()
+        twin.select(rows)
+        return twin
+
+    def adopt(self, fork: "RepackedRows", rows: Sequence[int | None]) -> None:
+        """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
+        num_rows = len(self.lengths)
+        self._join(fork)
+        self.select([place if row is None else num_rows + row for place, row in enumerate(rows)])
+
+    def _join(self, other: "RepackedRows") -> None:
+        width = max(self.cache.get_seq_length(), other.cache.get_seq_length())
+        for mine, theirs in zip(self._filled_layers(), other._filled_layers(), strict=True):
+            dropped = max((width - layer.keys.shape[-2] for layer in (mine, theirs) if layer.num_dropped), default=0)
+            mine.keys = _join_rows(mine.keys, theirs.keys, width - dropped)
+            mine.values = _join_rows(mine.values, theirs.values, width - dropped)
+            mine.num_dropped = dropped
+        self.lengths = [*self.lengths, *other.lengths]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep, repeat or drop rows."""
+        if list(rows) == list(range(len(self.lengths))):
+            return
+        self.lengths = [self.lengths[row] for row in rows]
+        index = torch.tensor(list(rows), dtype=torch.long)
+        for layer in self._filled_layers():
+            layer.keys = layer.keys[index.to(layer.keys.device)]
+            layer.values = layer.values[index.to(layer.values.device)]

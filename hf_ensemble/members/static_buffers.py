@@ -1,0 +1,299 @@
+"""The slots of a cache of fixed size, and the CUDA graphs of steps over them."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ..errors import MemberError
+from .cuda_graphs import capture, lock_of
+from .member_model import MemberModel, is_out_of_memory
+
+WIDTHS = (1, 2, 4, 8, 16)
+"""Numbers of new ids a row for which steps are captured; a step takes the next one up, and longer ones are not captured."""
+
+GROWTH = 1.5
+"""How much more capacity is taken where it has run out, and how much more than is asked for may be reused."""
+
+Masks = Callable[[Tensor, int], Any]
+
+
+def masks_of(member: MemberModel) -> Masks:
+    """How a member's layers see the cache: a function of positions of shape `(num_rows, num_new)` and of the capacity.
+
+    Raises:
+        MemberError: If the model's layers or its attention are of a kind that cannot be told what to see, or its weights
+            are on several devices.
+    """
+    devices = {member.device, *(parameter.device for parameter in member.model.parameters())}
+    if len(devices) > 1:
+        raise MemberError(f"its weights are spread over {sorted(map(str, devices))}")
+    config: Any = member.model.config.get_text_config(decoder=True)
+    implementation = config._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        raise MemberError(f"its attention is {implementation!r}, which takes no mask. Load it with 'sdpa' or 'eager'")
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    windows = {"full_attention": None, "sliding_attention": window}
+    if not kinds <= set(windows):
+        raise MemberError(f"it has layers of kinds {sorted(kinds - set(windows))}")
+    dtype = member.model.dtype
+    # Attention would make numbers of a mask of booleans in every layer. But they must be of the dtype that it computes in.
+    dtypes = {parameter.dtype for parameter in member.model.parameters() if parameter.is_floating_point()}
+    is_additive = implementation == "eager" or dtypes == {dtype}
+
+    def mask(positions: Tensor, capacity: int, window: int | None) -> Tensor:
+        slots = torch.arange(capacity, device=positions.device)
+        seen = slots <= positions[..., None]  # (num_rows, num_new, capacity)
+        if window is not None:
+            seen &= slots > positions[..., None] - window
+        if is_additive:
+            seen = torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
+        return seen[:, None]
+
+    def masks(positions: Tensor, capacity: int) -> Any:
+        if kinds:
+            return {kind: mask(positions, capacity, windows[kind]) for kind in sorted(kinds)}
+        return mask(positions, capacity, window)
+
+    return masks
+
+
+class _SlotCache(Cache):
+    """Keys and values of every layer in slots; new ones are put where `slots` says."""
+
+    def __init__(self, num_rows: int, capacity: int):
+        super().__init__(layers=[])
+        self.num_rows, self.capacity = num_rows, capacity
+        self.slots: Tensor | None = None
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        if layer_idx == len(self.keys):
+            self.keys.append(self.slots_for(key_states))
+            self.values.append(self.slots_for(value_states))
+        return self._put(self.keys[layer_idx], key_states), self._put(self.values[layer_idx], value_states)
+
+    def slots_for(self, states: Tensor) -> Tensor:
+        """Empty slots for a layer with states like these."""
+        return states.new_zeros(self.num_rows, states.shape[1], self.capacity, states.shape[-1])
+
+    def _put(self, held: Tensor, new: Tensor) -> Tensor:
+        assert self.slots is not None
+        return held[: len(new)].scatter_(2, self.slots[:, None, :, None].expand_as(new), new)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.capacity, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.capacity
+
+
+@dataclass
+class _Step:
+    """A captured step with the buffers that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    packed: Tensor
+    logits: Tensor
+
+
+class StaticBuffers:
+    """The tensors and graphs of one member for up to `num_rows` rows of fewer than `capacity` ids; one user at a time.
+
+    Graphs run on a stream of their own, so that members run side by side.
+
+    Args:
+        member: The member.
+        num_rows: Most rows.
+        capacity: Number of slots a row; the last is for what is no text.
+        made_for: The fingerprint of the model whose weights the graphs read.
+
+    Attributes:
+        holds_logits: Whether the logits of the last step are in a buffer, which the next one writes into.
+        is_spent: Whether there was not enough memory to capture a step, so that others shall try it.
+
+    Raises:
+        MemberError: If the model is of a kind that cannot be told what to see.
+    """
+
+    def __init__(self, member: MemberModel, num_rows: int, capacity: int, made_for: Any):
+        self.member = member
+        self.made_for = made_for
+        self.num_rows, self.capacity = num_rows, capacity
+        self.device = member.device
+        self.cache = _SlotCache(num_rows, capacity)
+        self._masks = masks_of(member)
+        self._is_cuda = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if self._is_cuda else None
+        self._can_capture = self._is_cuda
+        self._warm: set[tuple[int, int, int]] = set()
+        self._steps: dict[tuple[int, int, int], _Step] = {}
+        self._pool: Any = None
+        self._is_running = False
+        self.holds_logits = False
+        self.is_spent = False
+
+    def run(self, packed: Tensor, num_logits: int, last_ids: Tensor | None = None) -> Tensor:
+        """Start a step.
+
+        Args:
+            packed: For each row its new ids, and the position of the first of them: negative ones are no text. Of shape
+                `(num_rows, num_new + 1)`, on the CPU.
+            num_logits: Number of last ids after each of which logits are wanted.
+            last_ids: The only new id of each of the first rows, on the device, if it is not in `packed`.
+
+        Returns:
+            Logits of shape `(num_rows, num_logits, vocab_size)`; to be read after `wait`, before the next step.
+        """
+        with self._context():
+            self.wait()
+            key = (len(packed), packed.shape[1] - 1, num_logits)
+            step = self._steps.get(key)
+            if step is None and self._can_capture and key[1] in WIDTHS and key in self._warm:
+                step = self._capture(key)
+            self.holds_logits = step is not None
+            if step is None:
+                self._warm.add(key)
+                there = packed.to(self.device)
+                if last_ids is not None:
+                    there[: len(last_ids), 0] = last_ids
+                return self._step(there, num_logits)
+            step.packed.copy_(packed.pin_memory(), non_blocking=True)
+            if last_ids is not None:
+                step.packed[: len(last_ids), 0] = last_ids
+            assert self._stream is not None
+            with lock_of(self._stream):
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    step.graph.replay()
+            self._is_running = True
+            return step.logits
+
+    def wait(self) -> None:
+        """Let what is launched from now on come after the last step."""
+        if self._is_running:
+            assert self._stream is not None
+            current = torch.cuda.current_stream(self.device)
+            if current != self._stream:
+                with lock_of(self._stream):
+                    current.wait_stream(self._stream)
+                self._is_running = False
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launch on the stream of the steps, after all that has been launched, so that nothing else comes after it."""
+        if self._stream is None:
+            yield
+            return
+        with lock_of(self._stream):
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._is_running = True
+            with torch.cuda.stream(self._stream):
+                yield
+
+    def take(self, other: "StaticBuffers", rows: Sequence[int], into: Sequence[int], length: int) -> None:
+        """Copy the first `length` slots of rows of `other`, which may be this one, into rows `into` of this one."""
+        with self._context():
+            self.wait()
+            other.wait()
+            there, here = (torch.tensor(list(some), device=self.device) for some in (rows, into))
+            for mine, theirs in ((self.cache.keys, other.cache.keys), (self.cache.values, other.cache.values)):
+                for layer, held in enumerate(theirs):
+                    if layer == len(mine):
+                        mine.append(self.cache.slots_for(held))
+                    mine[layer][:, :, :length].index_copy_(0, here, held[:, :, :length].index_select(0, there))
+
+    def clear(self) -> None:
+        """Forget what is in the slots: what is not seen must still be a number."""
+        with self._context():
+            self.wait()
+            for held in (*self.cache.keys, *self.cache.values):
+                held.zero_()
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        # Buffers live longer than a call, so they must not be tied to its inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._is_cuda:
+                with torch.cuda.device(self.device):
+                    yield
+            else:
+                yield
+
+    def _step(self, packed: Tensor, num_logits: int) -> Tensor:
+        ids, starts = packed[:, :-1], packed[:, -1:]
+        positions = starts + torch.arange(ids.shape[1], device=packed.device)
+        self.cache.slots = torch.where(positions < 0, self.capacity - 1, positions)
+        positions = positions.clamp_min(0)
+        return self.member.forward(ids, positions, self._masks(positions, self.capacity), self.cache, num_logits)
+
+    def _capture(self, key: tuple[int, int, int]) -> _Step | None:
+        num_rows, num_new, num_logits = key
+        packed = torch.zeros(num_rows, num_new + 1, dtype=torch.long, device=self.device)
+        packed[:, -1] = -num_new
+        assert self._stream is not None
+        graph = torch.cuda.CUDAGraph()
+        # One step at a time runs, so all may use the same scratch memory.
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            with capture(graph, self._pool, self._stream):
+                logits = self._step(packed, num_logits)
+        except (RuntimeError, MemberError) as error:
+            self._can_capture = False
+            self.is_spent = is_out_of_memory(error)
+            self.member.warn_uncaptured(str(error))
+            return None
+        self._steps[key] = _Step(graph, packed, logits)
+        return self._steps[key]
+
+
+class BufferPool:
+    """A member's buffers that nobody uses just now, kept for the next call.
+
+    Args:
+        member: The member.
+    """
+
+    def __init__(self, member: MemberModel):
+        self._member = weakref.proxy(member)
+        self._free: list[StaticBuffers] = []
+        self._lock = threading.Lock()
+
+    def acquire(self, num_rows: int, capacity: int, made_for: Any = None) -> StaticBuffers:
+        """Give buffers to one user, who hands them back by `release`.
+
+        Args:
+            num_rows: Number of rows.
+            capacity: Least number of slots a row.
+            made_for: The fingerprint of the model, for who has taken it in this call.
+        """
+        made_for = made_for or self._member.fingerprint()
+        with self._lock:
+            for buffers in list(self._free):
+                # Graphs read weights where they were, also if buffers come back only after those were replaced.
+                fits = buffers.num_rows == num_rows and capacity <= buffers.capacity <= GROWTH * capacity
+                if fits and buffers.made_for == made_for:
+                    self._free.remove(buffers)
+                    buffers.clear()
+                    return buffers
+            for buffers in self._free:
+                buffers.wait()  # for a step that ran ahead: their memory goes to others
+            self._free.clear()
+        return StaticBuffers(self._member, num_rows, capacity, made_for)
+
+    def release(self, buffers: StaticBuffers) -> None:
+        """Take buffers back."""
+        if not buffers.is_spent:
+            # Without the lock: a finalizer may run anywhere, also in a thread that holds it.
+            self._free.append(buffers)
