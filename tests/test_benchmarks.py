@@ -115,7 +115,7 @@ def test_large_members_go_on_where_one_way_fails(monkeypatch):
 
 @pytest.mark.slow
 def test_speculation_and_replayed_drafts(members, run, tmp_path, monkeypatch):
-    for owner, name in ((DraftLength, "choose"), (hf_ensemble.model, "SpeculativeDecoder")):
+    for owner, name in ((DraftLength, "choose"), (hf_ensemble.modes.drafts, "SpeculativeDecoder")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # the scripts put their own there
     options = ["--members", *members, "--prompts", "The cat", "--new-tokens", 8]
     (rows,) = run("speculation", *options, "--methods", "gac", "--device", "cpu", "--dtype", "bfloat16")

@@ -73,3 +73,14 @@ def test_every_public_name_is_in_the_api():
     text = (ROOT / "docs" / "api.md").read_text("utf-8")
     missing = [name for name in hf_ensemble.__all__ if f"::: hf_ensemble.{name}\n" not in text]
     assert not missing
+
+
+def test_every_file_that_contributing_names_exists():
+    text = (ROOT / "docs/contributing.md").read_text("utf-8")
+    named = re.findall(r"`([a-z_/*]+(?:/|\.py|\.sh|\.md|\.yml))`", text)
+    missing = [
+        path
+        for path in named
+        if not any(next(folder.glob(path.rstrip("/")), None) for folder in (ROOT, ROOT / "hf_ensemble", ROOT / "docs"))
+    ]
+    assert not missing

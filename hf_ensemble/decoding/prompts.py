@@ -108,7 +108,7 @@ def encode_primary_prompt(
             f"`input_ids`, but is {texts!r:.200}."
         )
     # Its tokenizer may have no padding token.
-    ids, mask = padded_left(primary.tokenizer(list(texts))["input_ids"], primary.tokenizer.pad_token_id or 0)
+    ids, mask = padded_left([primary.encode(text) for text in texts], primary.tokenizer.pad_token_id or 0)
     return ids.to(primary.device), mask.to(primary.device), [None, *member_prompts[1:]]
 
 

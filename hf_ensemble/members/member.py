@@ -1,5 +1,6 @@
 """One model of an ensemble, with its tokenizer."""
 
+import copy
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,7 @@ from .. import messages
 from ..chat.rendering import ChatRenderer
 from ..vocabulary.encoding import ByteEncoder
 from ..vocabulary.rendered import RenderedEncoder
+from ..vocabulary.store import without_dropout
 from ..vocabulary.token_bytes import CONTROL, TokenBytes
 from .cache_probe import NUM_TRIAL_IDS, find_cache_mode
 from .cached_rows import CachedRows
@@ -82,6 +84,25 @@ class Member(MemberModel):
     def ids_with_row(self, ids: Iterable[int]) -> list[int]:
         """Leave out ids that the model has no row for: nothing can write them, and as an index they would be wrong."""
         return [i for i in ids if 0 <= i < self.vocab_size]
+
+    def encode(self, text: str, starts: bool = True) -> list[int]:
+        """Encode a text as a user of the tokenizer would, without dropout; control tokens that it spells are such.
+
+        Args:
+            text: The text.
+            starts: Whether what the tokenizer puts in front of a text (BOS) stands there.
+        """
+        ids: list[int] = self._tokenizer_without_dropout(text, add_special_tokens=starts)["input_ids"]
+        return ids
+
+    @cached_property
+    def _tokenizer_without_dropout(self) -> PreTrainedTokenizerBase:
+        backend = without_dropout(self.tokenizer.backend_tokenizer)
+        if backend is self.tokenizer.backend_tokenizer:
+            return self.tokenizer
+        twin = copy.copy(self.tokenizer)
+        twin._tokenizer = backend
+        return twin
 
     @property
     def cache_mode(self) -> str:

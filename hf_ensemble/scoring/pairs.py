@@ -62,7 +62,7 @@ def encode_text(primary: Member, text: str, starts: bool = True) -> list[int]:
         text: The text; control tokens that it spells are read as such.
         starts: Whether the primary's BOS rule holds, as it does at the start of a text that does not spell its BOS.
     """
-    ids: list[int] = primary.tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = primary.encode(text, starts=False)
     prefix = primary.encoder.prefix_ids
     return [*prefix, *ids] if starts and ids[: len(prefix)] != prefix else ids
 

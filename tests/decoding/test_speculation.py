@@ -658,7 +658,7 @@ def test_the_time_of_a_draft_counts_for_what_was_drafted(case, mode, monkeypatch
     clock, seen = Clock(), []
     monkeypatch.setattr(DraftLength.__init__, "__defaults__", ((0, LENGTH), clock, None, 1))
     monkeypatch.setattr(DraftLength, "drafted", lambda self, *args: seen.append(args))
-    monkeypatch.setattr(Member, "cache_mode", property(lambda member: mode))
+    monkeypatch.setattr(Member, "cache_mode", property(lambda member: mode, lambda member, value: None))
     tokenizer = small()
     drafter = tiny.tiny_gpt2(tokenizer, n_positions=12 if case == "few positions left" else 99)
     ensemble = make_ensemble([tiny.tiny_llama(tokenizer), drafter], [tokenizer] * 2, weights=[1, 0])

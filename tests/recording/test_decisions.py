@@ -259,7 +259,8 @@ def test_an_end_is_a_decision_with_a_name():
 
 def test_members_of_one_name_are_numbered():
     ensemble = make_ensemble([tiny.ScriptedModel(small(), [{5: 1.0}])] * 2, [small()] * 2)
-    ensemble._members[0].name = "twin"
+    for member in ensemble.member_views:
+        member.name = "twin"
     assert recorded(ensemble).decisions.members == ("twin (1)", "twin (2)")
 
 

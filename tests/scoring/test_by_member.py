@@ -25,7 +25,7 @@ KINDS = [("llama", "smol"), ("gemma3", "gemma"), ("gpt2", "byte-level"), ("mamba
 
 def member_of(architecture, tokenizer):
     member = Member(model_of(architecture, tokenizer), tokenizer_of(tokenizer), name=architecture)
-    vars(member)["cache_mode"] = CACHE_MODES[member.model.config.model_type]
+    member.cache_mode = CACHE_MODES[member.model.config.model_type]
     return member
 
 
@@ -33,7 +33,7 @@ def scripted(row, tokenizer="smol"):
     """A member that gives the same logits whatever it reads."""
     model = tiny.ScriptedModel(tokenizer_of(tokenizer), lambda _: row)
     member = Member(model, tokenizer_of(tokenizer), name="scripted")
-    vars(member)["cache_mode"] = CACHE_MODES["scripted"]
+    member.cache_mode = CACHE_MODES["scripted"]
     return member
 
 
