@@ -14,7 +14,8 @@ from ...members.state import MemberState
 from ...methods.sweetspan import SpanScore, span_score
 from ...recording.spans import SpanRound
 from ...vocabulary.context import MemberContext
-from ...vocabulary.token_bytes import NO_TOKEN, TEXT
+from ...vocabulary.token_bytes import TEXT
+from ..own_log_probs import OwnLogProbs
 
 
 @dataclass
@@ -115,6 +116,7 @@ class Participant:
         contexts: For each live row, what it has read: all that was decided so far.
         state: Its caches. They follow its drafts while it proposes, and then `contexts` again.
         max_length: Number of ids that it has positions for; infinite without a limit.
+        log_probs: Turns its logits into log-probabilities over its ids.
     """
 
     def __init__(
@@ -126,11 +128,10 @@ class Participant:
         self.contexts = list(contexts)
         self.state: MemberState[Any] = MemberState(member, contexts, None if use_cache else "recompute")
         self.max_length = math.inf if member.max_positions is None else member.max_positions
-        kinds = member.encoder.token_bytes.kinds
+        self.log_probs = OwnLogProbs(member)
         control_eos = [i for i in eos_ids if member.is_control(i)]
-        may_be_written = kinds == TEXT
+        may_be_written = member.encoder.token_bytes.kinds == TEXT
         may_be_written[control_eos] = True
-        self._is_no_token = torch.as_tensor(kinds == NO_TOKEN, device=member.device)
         self._is_no_text = torch.as_tensor(~may_be_written, device=member.device)
         self._control_eos = torch.tensor(control_eos, dtype=torch.long, device=member.device)
         self._fork: MemberState[Any] | None = None
@@ -140,10 +141,6 @@ class Participant:
     def num_forwards(self) -> int:
         """Number of forward passes so far."""
         return self.state.num_forwards + self._num_fork_forwards
-
-    def log_probs(self, logits: Tensor) -> Tensor:
-        """Log-probabilities over all ids with a token, of the shape of `logits`, `(batch_size, vocab_size)`."""
-        return logits.float().masked_fill(self._is_no_token, -torch.inf).log_softmax(-1)
 
     def eos_log_probs(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of all EOS ids together, and the best of them (-1 for none), each of shape `(batch_size,)`."""
