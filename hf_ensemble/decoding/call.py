@@ -9,7 +9,8 @@ from torch import Tensor
 from ..chat.rendering import ChatRenderer
 from ..config import MethodConfig
 from ..members.member import Member
-from ..methods.base import TokenMethod
+from ..methods.base import TokenMethod, eos_ids_of
+from ..methods.primary_alone import PrimaryAlone
 from .kept import Kept
 from .prompts import OwnPrompts
 from .step_weights import StepWeights
@@ -50,7 +51,9 @@ class Call:
         return self.weights.is_only(0) and (gate is None or gate[0] == 0) and not self.config.cuts_off
 
     def method(self, settings: Any) -> TokenMethod:
-        """The token-level method, for a prepared generation config."""
+        """What decides token by token, for a prepared generation config."""
+        if self.is_by_primary:
+            return PrimaryAlone(self.kept.union, eos_ids_of(self.members, end_ids(settings)), self.members[0].device)
         return self.kept.method(self.config, end_ids(settings))
 
 
@@ -60,6 +63,6 @@ def end_ids(settings: Any) -> list[int]:
     return [] if found is None else found.tolist()
 
 
-def filler_id(settings: Any) -> int | None:
-    """The id that fills rows that have ended by a prepared generation config."""
-    return None if settings._pad_token_tensor is None else int(settings._pad_token_tensor)
+def keeps_rows(settings: Any) -> bool:
+    """Whether rows of `scores` or `logits` are kept by a generation config."""
+    return bool(settings.return_dict_in_generate and (settings.output_logits or settings.output_scores))

@@ -1,60 +1,16 @@
 """What every way of writing has in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from ..decoding.call import Call
+from ..decoding.loop import Loop
 from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found
-
-
-@dataclass
-class Loop:
-    """The stock decoding loop of a call, ready to run.
-
-    Attributes:
-        input_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
-        processors: The call's processors, as its mode has put them together.
-        criteria: Its stopping criteria, likewise.
-        settings: Its prepared generation config.
-        streamer: Receives the ids; None for none.
-        model_kwargs: What `forward` is called with.
-        stock: Runs the loop.
-    """
-
-    input_ids: Tensor
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    settings: Any
-    streamer: Any
-    model_kwargs: dict[str, Any]
-    stock: Callable[..., Any]
-
-    @property
-    def mask(self) -> Tensor | None:
-        """1 for ids of the prompt and 0 for padding, of the shape of `input_ids`; None for no padding."""
-        return self.model_kwargs.get("attention_mask")
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Number of ids after which a row needs no more."""
-        return int(self.settings.max_length - self.input_ids.shape[1])
-
-    def run(self) -> Any:
-        """Run the stock loop."""
-        return self.stock(
-            self.input_ids,
-            self.processors,
-            self.criteria,
-            self.settings,
-            streamer=self.streamer,
-            **self.model_kwargs,
-        )
 
 
 class Mode(ABC):
@@ -89,11 +45,10 @@ class Mode(ABC):
         """The mode to go on with, now that the processors of the call are known."""
         return self
 
-    @abstractmethod
     def processors(
         self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
     ) -> Sequence[Any]:
-        """Put the mode's processors around those of the call.
+        """Put the mode's processors around those of the call: here, none.
 
         Args:
             stock: The call's processors, the user's included.
@@ -101,6 +56,7 @@ class Mode(ABC):
             prompt_ids: The primary's prompt ids, a row for each row that is decoded, of shape `(num_rows, length)`.
             prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
         """
+        return stock
 
     def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:
         """Put the mode's criteria around those of the call."""

@@ -3,20 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..decoding.call import end_ids, filler_id
-from ..decoding.decided_ids import write_decided
-from ..decoding.row_processors import RowProcessors, needs_whole_batch
+from ..decoding.loop import Loop
+from ..decoding.row_processors import needs_whole_batch
 from ..decoding.speculation.decoder import SpeculativeDecoder
 from ..decoding.speculation.draft_length import DraftLength
 from ..decoding.speculation.options import Speculation, obstacle_in_call, obstacle_in_method, whole_batch_obstacle
-from ..methods.base import TokenMethod, eos_ids_of
-from ..methods.primary_alone import PrimaryAlone
 from ..scoring.likelihoods import Batch, Found
-from .base import Loop, Mode
+from .base import Mode
 
 
 class DraftMode(Mode):
@@ -72,21 +68,11 @@ class DraftMode(Mode):
         self._speculation.refuse(whole_batch_obstacle(name))
         return self._plain
 
-    def processors(
-        self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
-    ) -> Sequence[Any]:
-        """Leave them as they are: they are called for each drafted position."""
-        return stock
-
     def sample(self, loop: Loop) -> Any:
         """Decide round by round, and write what is decided id by id."""
         call, settings = self.call, loop.settings
-        members, eos_ids = call.members, end_ids(settings)
-        method: TokenMethod
-        if call.is_by_primary:
-            method = PrimaryAlone(call.kept.union, eos_ids_of(members, eos_ids), members[0].device)
-        else:
-            method = call.method(settings)
+        members = call.members
+        method = call.method(settings)
         num_parameters = [member.model.num_parameters() for member in members]
         participants = tuple(sorted(call.weights.participants))
         drafters = self._speculation.drafters(participants, num_parameters)
@@ -108,27 +94,10 @@ class DraftMode(Mode):
             )
 
         draft_length = call.kept.take_draft_length(kind, new_draft_length)
-        filler = filler_id(settings)
-        self._decoder = SpeculativeDecoder(
-            members,
-            method,
-            call.config.name,
-            call.weights.at(0, loop.input_ids),
-            loop.input_ids,
-            loop.mask,
-            RowProcessors(loop.processors, loop.input_ids, loop.mask),
-            do_sample=bool(settings.do_sample),
-            max_new_tokens=loop.max_new_tokens,
-            end_ids=eos_ids,
-            drafters=drafters,
-            uses_ngrams=self._speculation.uses_ngrams,
-            draft_length=draft_length,
-            keep_rows=bool(settings.return_dict_in_generate and (settings.output_logits or settings.output_scores)),
-            filler=filler or 0,
-            own_prompts=call.own_prompts,
-        )
+        uses_ngrams = self._speculation.uses_ngrams
+        self._decoder = SpeculativeDecoder(call, loop, method, drafters, uses_ngrams, draft_length)
         try:
-            ids = write_decided(self._decoder, loop.input_ids, loop.criteria, filler, loop.streamer)
+            ids = loop.write(self._decoder)
         finally:
             self._decoder.close()
         call.kept.keep_draft_length(kind, draft_length)

@@ -4,17 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
-from ..decoding.call import Call, end_ids, filler_id
-from ..decoding.decided_ids import write_decided
+from ..decoding.call import Call
+from ..decoding.loop import Loop
 from ..decoding.refusals import Obstacle, refuse
 from ..decoding.row_processors import WARPERS
 from ..decoding.spans.decoder import SpanDecoder, SpanDecoderOutput
 from ..errors import ConfigurationError
-from ..methods.base import eos_ids_of
 from ..scoring.likelihoods import Batch, Found, score_by_spans
-from .base import Loop, Mode
+from .base import Mode
 
 _ANY_VOCABULARY = {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"}
 """Processors that know ids by the text before them only, so that they act on any member's own."""
@@ -83,28 +82,13 @@ class SpanMode(Mode):
 
     def sample(self, loop: Loop) -> Any:
         """Decide round by round, and write what is decided id by id."""
-        call, settings = self.call, loop.settings
-        prompt_length = loop.input_ids.shape[1]
-        decoder = SpanDecoder(
-            call.members,
-            call.weights.participants,
-            call.config,  # type: ignore[arg-type]
-            eos_ids_of(call.members, end_ids(settings)),
-            loop.input_ids,
-            loop.mask,
-            LogitsProcessorList(loop.processors),
-            do_sample=bool(settings.do_sample),
-            max_new_tokens=loop.max_new_tokens,
-            min_new_tokens=max(settings.min_new_tokens or 0, (settings.min_length or 0) - prompt_length),
-            use_cache=settings.use_cache is not False,
-            own_prompts=call.own_prompts,
-        )
-        ids = write_decided(decoder, loop.input_ids, loop.criteria, filler_id(settings), loop.streamer)
-        if not settings.return_dict_in_generate:
+        decoder = SpanDecoder(self.call, loop)
+        ids = loop.write(decoder)
+        if not loop.settings.return_dict_in_generate:
             return ids
         output = SpanDecoderOutput(sequences=ids, rounds=decoder.rounds)  # type: ignore[arg-type]
-        if call.num_decision_entries is not None:
-            output["decisions"] = decoder.decisions(loop.input_ids, loop.mask)
+        if self.call.num_decision_entries is not None:
+            output["decisions"] = decoder.decisions()
         return output
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:

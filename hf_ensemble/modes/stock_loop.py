@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..decoding.loop import Loop
 from ..errors import ConfigurationError, MemberError
 from ..members.member import Member
-from .base import Loop, Mode
+from .base import Mode
 
 WAITS = "primary_waits"
 """Marks the forward passes of the decoding loop in which the primary does not run; its own state does, if needed."""
@@ -158,22 +159,19 @@ class StockLoopHooks:
         except Exception as error:
             raise MemberError(f"member {member.name!r} failed in its forward pass: {error}") from error
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> Any:
         """The primary's input embeddings."""
-        embeddings: nn.Module = self.primary.get_input_embeddings()
-        return embeddings
+        return self.primary.get_input_embeddings()
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self) -> Any:
         """The primary's language-modelling head."""
-        embeddings: nn.Module = self.primary.get_output_embeddings()
-        return embeddings
+        return self.primary.get_output_embeddings()
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """Prepare the primary's inputs for one step."""
         if kwargs.get(WAITS):
             return {"input_ids": input_ids, WAITS: True}
-        inputs: dict[str, Any] = self.primary.prepare_inputs_for_generation(input_ids, **kwargs)
-        return inputs
+        return self.primary.prepare_inputs_for_generation(input_ids, **kwargs)
 
     def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare the primary's attention masks."""

@@ -11,8 +11,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ..decoding.call import end_ids
+from ..decoding.call import end_ids, keeps_rows
 from ..decoding.hooks import FollowingCriteriaList, FusionProcessor, SelectionProcessor, SettlingProcessor
+from ..decoding.loop import Loop
 from ..decoding.refusals import refuse_all_but_greedy
 from ..decoding.row_processors import split_at_warpers
 from ..decoding.token_decoder import TokenDecoder
@@ -22,7 +23,7 @@ from ..methods.base import TokenMethod
 from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found
 from ..scoring.token_batch import TokenBatch
-from .base import Loop, Mode
+from .base import Mode
 from .stock_loop import WAITS
 
 
@@ -65,7 +66,7 @@ class TokenMode(Mode):
             is_wide=is_wide,
             constraints=constraints,
             runs_primary=self._primary_can_wait(settings, method),
-            keep_rows=bool(settings.return_dict_in_generate and (settings.output_logits or settings.output_scores)),
+            keep_rows=keeps_rows(settings),
             recorder=self.recorder,
             max_new_tokens=settings.max_length - prompt_ids.shape[1],
         )

@@ -6,22 +6,24 @@ Reference:
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ... import messages
 from ...errors import MemberError
 from ...members.member import Member
+from ...methods.base import eos_ids_of
 from ...methods.sweetspan import SweetSpanConfig
 from ...recording.decisions import Decisions
 from ...recording.spans import SpanCandidate, SpanRound, decisions_of_rounds
 from ...vocabulary.context import MemberContext
 from ...vocabulary.encoding import split_begun_character
-from ..prompts import OwnPrompts, expand_prompts, read_prompts
+from ..call import Call, end_ids
+from ..loop import Loop
+from ..prompts import expand_prompts, read_prompts
 from ..text_warnings import warn_of_losses
 from .propose import Proposal, Proposer
 from .score import Offer, choose, primary_ids, read, score
@@ -46,18 +48,8 @@ class SpanDecoder:
     decided further than it has been written.
 
     Args:
-        members: The members; the first is the primary, whose ids are written.
-        participants: Numbers of the members that take part.
-        config: The method's options.
-        eos_ids: For each member, the ids that end a text.
-        prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
-        prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
-        processors: Processors of every member's logits while it proposes.
-        do_sample: Whether proposals are sampled.
-        max_new_tokens: Number of ids after which a row needs no more.
-        min_new_tokens: Number of the primary's ids before which no text may end.
-        use_cache: Whether members keep caches.
-        own_prompts: What members read in place of the text of the prompt ids.
+        call: What the call works with.
+        loop: Its loop, whose processors are those of every member's logits while it proposes.
 
     Raises:
         ConfigurationError: If a member has nothing to start from, or not enough positions, or its chat template
@@ -68,35 +60,26 @@ class SpanDecoder:
         (https://arxiv.org/abs/2409.18583).
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        participants: Collection[int],
-        config: SweetSpanConfig,
-        eos_ids: Sequence[Sequence[int]],
-        prompt_ids: Tensor,
-        prompt_mask: Tensor | None,
-        processors: LogitsProcessorList,
-        do_sample: bool,
-        max_new_tokens: int,
-        min_new_tokens: int,
-        use_cache: bool,
-        own_prompts: OwnPrompts | None = None,
-    ):
-        self._members = members
-        self._config = config
+    def __init__(self, call: Call, loop: Loop):
+        assert isinstance(call.config, SweetSpanConfig)
+        self._members = members = call.members
+        self._config = call.config
+        self._loop = loop
+        participants, settings = call.weights.participants, loop.settings
+        eos_ids = eos_ids_of(members, end_ids(settings))
         self._encoder = members[0].encoder
         self._primary_eos = set(eos_ids[0])
         self._end_ids = [i for i in eos_ids[0] if members[0].is_control(i)]
-        self._max_new = max_new_tokens
-        self._min_new = min_new_tokens
-        self._proposer = Proposer(self._encoder, config, processors, do_sample, min_new_tokens)
-        prompts = read_prompts(members, participants, "append", prompt_ids, prompt_mask, own_prompts)
+        self._max_new = loop.max_new_tokens
+        self._min_new = max(settings.min_new_tokens or 0, (settings.min_length or 0) - loop.input_ids.shape[1])
+        processors = LogitsProcessorList(loop.processors)
+        self._proposer = Proposer(self._encoder, call.config, processors, bool(settings.do_sample), self._min_new)
+        prompts = read_prompts(members, participants, "append", loop.input_ids, loop.mask, call.own_prompts)
         contexts = dict(prompts.contexts)
         if 0 in participants:
             contexts = {0: [MemberContext.of_ids(self._encoder, ids) for ids in prompts.ids], **contexts}
         self._participants = [
-            Participant(index, members[index], eos_ids[index], of_prompts, use_cache)
+            Participant(index, members[index], eos_ids[index], of_prompts, settings.use_cache is not False)
             for index, of_prompts in contexts.items()
         ]
         expand_prompts({one.index: one.state for one in self._participants}, prompts.prompt_of_row)
@@ -116,21 +99,16 @@ class SpanDecoder:
         """The rounds of each row so far."""
         return [row.rounds for row in self._rows]
 
-    def decisions(self, prompt_ids: Tensor, prompt_mask: Tensor | None) -> Decisions:
-        """The decisions that have been written.
-
-        Args:
-            prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
-            prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
-        """
+    def decisions(self) -> Decisions:
+        """The decisions that have been written."""
         return decisions_of_rounds(
             self._members,
             self.rounds,
             [row.written() for row in self._rows],
             self._end_ids,
             self._config.score,
-            prompt_ids,
-            prompt_mask,
+            self._loop.input_ids,
+            self._loop.mask,
         )
 
     def next_ids(self, live: Sequence[bool]) -> list[int | None]:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ... import messages
 from ...errors import MemberError
-from ...members.member import Member
 from ...members.state import MemberState
 from ...methods.base import TokenMethod
 from ...vocabulary.context import MemberContext
-from ..prompts import OwnPrompts, expand_prompts, read_prompts
+from ..call import Call, end_ids, keeps_rows
+from ..loop import Loop
+from ..prompts import expand_prompts, read_prompts
 from ..proposals import Proposals
 from ..row_processors import RowProcessors
 from ..step import Fused, FusedStep
@@ -41,22 +42,12 @@ class SpeculativeDecoder:
     decided further than it has been written.
 
     Args:
-        members: The members; the first is the primary.
-        method: The method, made for these members.
-        method_name: Its name, for errors.
-        weights: Mixing weights of each row, of shape `(batch_size, num_members)`.
-        prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
-        prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
-        processors: The call's processors.
-        do_sample: Whether to draw from the softmax of the scores; else the best is taken.
-        max_new_tokens: Number of ids after which a row needs no more.
-        end_ids: The primary's ids that end a text.
+        call: What the call works with; its weights are expanded to the rows.
+        loop: Its loop.
+        method: The method, made for its members.
         drafters: Numbers of the members that may draft, in order of preference.
         uses_ngrams: Whether drafts are looked up in the text; before members are asked.
         draft_length: Chooses the drafter and how much is drafted.
-        keep_rows: Whether to keep the rows of `scores` and `logits` that `generate` returns.
-        filler: The id that stands in rows that have ended.
-        own_prompts: What members read in place of the text of the prompt ids.
 
     Attributes:
         states: The state of each member that may run, by member index.
@@ -65,41 +56,32 @@ class SpeculativeDecoder:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        call: Call,
+        loop: Loop,
         method: TokenMethod,
-        method_name: str,
-        weights: Tensor,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor | None,
-        processors: RowProcessors,
-        do_sample: bool,
-        max_new_tokens: int,
-        end_ids: Sequence[int],
         drafters: Sequence[int],
         uses_ngrams: bool,
         draft_length: DraftLength,
-        keep_rows: bool = False,
-        filler: int = 0,
-        own_prompts: OwnPrompts | None = None,
     ):
-        self.members = list(members)
+        self.members = members = call.members
         self.method = method
-        self._method_name = method_name
-        self._weights = weights
-        self._processors = processors
-        self._max_new = max_new_tokens
-        self._end_ids = set(end_ids)
-        self._keeps_rows = keep_rows
-        self._filler = filler
+        self._method_name = call.config.name
+        self._weights = weights = call.weights.at(0, loop.input_ids)
+        self._processors = processors = RowProcessors(loop.processors, loop.input_ids, loop.mask)
+        self._max_new = loop.max_new_tokens
+        self._end_ids = set(end_ids(loop.settings))
+        self._keeps_rows = keeps_rows(loop.settings)
+        self._filler = loop.filler or 0
         self._width = members[0].vocab_size
         # Graphs are kept for each number of positions, of which a batch has too many.
-        captures = len(prompt_ids) == 1
+        captures = len(loop.input_ids) == 1
         self._step = FusedStep(members, method, is_wide=not processors.read_ids, captures=captures)
         deciding = {0, *(weights != 0).any(0).nonzero()[:, 0].tolist()}
-        prompts = read_prompts(members, deciding.union(drafters), method.resync, prompt_ids, prompt_mask, own_prompts)
+        running = deciding.union(drafters)
+        prompts = read_prompts(members, running, method.resync, loop.input_ids, loop.mask, call.own_prompts)
         # The primary stands in for members that sit out, whatever its weight.
         contexts = {0: [MemberContext.of_ids(members[0].encoder, ids) for ids in prompts.ids], **prompts.contexts}
-        num_expected = max_new_tokens * 5 // 4 + draft_length.longest
+        num_expected = self._max_new * 5 // 4 + draft_length.longest
         self.states: dict[int, MemberState[MemberContext]] = {
             index: MemberState(members[index], rows, num_expected=num_expected) for index, rows in contexts.items()
         }
@@ -112,8 +94,8 @@ class SpeculativeDecoder:
         self._live = list(self._rows)
         self._writer = EntryWriter(members, method, self._step.is_wide, deciding)
         self._drafters = [MemberDrafter(index, self.states[index]) for index in drafters]
-        self._drafting = Drafting(self._drafters, self._writer, draft_length, max_new_tokens)
-        self._chooser = Chooser(processors, do_sample, len(self._rows))
+        self._drafting = Drafting(self._drafters, self._writer, draft_length, self._max_new)
+        self._chooser = Chooser(processors, bool(loop.settings.do_sample), len(self._rows))
         self._begun: list[Chain] | None = None
         self._num_quiet = 0
         self._warned_control: set[int] = set()

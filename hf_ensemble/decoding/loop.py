@@ -1,0 +1,91 @@
+"""The loop of one call, ready to run: the stock one, or one that writes what was decided ahead."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+
+class Decoder(Protocol):
+    """Decides ids, of which a row may have some in store."""
+
+    def next_ids(self, live: Sequence[bool]) -> list[int | None]:
+        """Return the id to write next in every live row; None where there is none, and the row ends."""
+
+
+@dataclass
+class Loop:
+    """The stock decoding loop of a call, ready to run.
+
+    Attributes:
+        input_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
+        processors: The call's processors, as its mode has put them together.
+        criteria: Its stopping criteria, likewise.
+        settings: Its prepared generation config.
+        streamer: Receives the ids; None for none.
+        model_kwargs: What `forward` is called with.
+        stock: Runs the loop.
+    """
+
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    settings: Any
+    streamer: Any
+    model_kwargs: dict[str, Any]
+    stock: Callable[..., Any]
+
+    @property
+    def mask(self) -> Tensor | None:
+        """1 for ids of the prompt and 0 for padding, of the shape of `input_ids`; None for no padding."""
+        return self.model_kwargs.get("attention_mask")
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Number of ids after which a row needs no more."""
+        return int(self.settings.max_length - self.input_ids.shape[1])
+
+    @property
+    def filler(self) -> int | None:
+        """The id that fills rows that have ended; None to let them go on until all have."""
+        found: Tensor | None = self.settings._pad_token_tensor
+        return None if found is None else int(found)
+
+    def run(self) -> Any:
+        """Run the stock loop."""
+        return self.stock(
+            self.input_ids,
+            self.processors,
+            self.criteria,
+            self.settings,
+            streamer=self.streamer,
+            **self.model_kwargs,
+        )
+
+    def write(self, decoder: Decoder) -> Tensor:
+        """Write id by id what a decoder decides, as the stock loop does: criteria and streamers see every id.
+
+        Returns:
+            All ids, of shape `(batch_size, length)`.
+        """
+        input_ids, filler = self.input_ids, self.filler
+        finished, live = [False] * len(input_ids), [True] * len(input_ids)
+        while not all(finished):
+            column = decoder.next_ids(live)
+            finished = [end or i is None for end, i in zip(finished, column, strict=True)]
+            if all(i is None for i in column):
+                break
+            next_ids = torch.tensor([filler or 0 if i is None else i for i in column])
+            input_ids = torch.cat([input_ids, next_ids[:, None].to(input_ids.device)], dim=-1)
+            done: Any = self.criteria(input_ids, None)
+            finished = [end or now for end, now in zip(finished, done.tolist(), strict=True)]
+            if filler is not None:
+                live = [not end for end in finished]
+            if self.streamer is not None:
+                self.streamer.put(next_ids)
+        if self.streamer is not None:
+            self.streamer.end()
+        return input_ids
