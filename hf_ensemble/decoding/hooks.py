@@ -7,68 +7,21 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteriaList
 
-from .token_decoder import TokenDecoder
 
-
-class FusionProcessor(LogitsProcessor):
-    """First processor of an ensemble's call: the primary's logits in, the fused scores out.
+class Hook(LogitsProcessor):
+    """A processor that leaves to somebody what becomes of the scores.
 
     Args:
-        decoder: The call's decoder.
-        is_beam_search: Whether rows move between steps and scores arrive as log-probabilities.
+        act: Takes all ids so far, of shape `(batch_size, length)`, and the scores, of shape `(batch_size, width)`; returns
+            the scores for the next processor.
     """
 
-    def __init__(self, decoder: TokenDecoder, is_beam_search: bool):
-        self._decoder = decoder
-        self._is_beam_search = is_beam_search
-        self._is_first = True
+    def __init__(self, act: Callable[[Any, Any], Any]):
+        self._act = act
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> Any:
         """Return the scores for the next processor, of shape `(batch_size, width)`."""
-        if self._is_beam_search and not self._is_first:
-            self._decoder.follow_beams(input_ids)
-        self._is_first = False
-        fused = self._decoder.fuse(scores, normalize=not self._is_beam_search)
-        if self._is_beam_search:
-            self._decoder.check_finite()
-        return fused  # type: ignore[return-value]
-
-
-class SettlingProcessor(LogitsProcessor):
-    """Stands after the last constraint and before the warpers: proposals decide alone wherever some of them are left.
-
-    Args:
-        decoder: The call's decoder.
-    """
-
-    def __init__(self, decoder: TokenDecoder):
-        self._decoder = decoder
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Return the scores for the next processor, of shape `(batch_size, width)`."""
-        return self._decoder.settle(input_ids, scores)  # type: ignore[return-value]
-
-
-class SelectionProcessor(LogitsProcessor):
-    """Last processor of an ensemble's call: chooses over the union vocabulary where the decision is made there.
-
-    Args:
-        decoder: The call's decoder.
-        do_sample: Whether to sample.
-        num_beams: Number of beams; above 1, `generate` itself chooses.
-    """
-
-    def __init__(self, decoder: TokenDecoder, do_sample: bool, num_beams: int):
-        self._decoder = decoder
-        self._do_sample = do_sample
-        self._num_beams = num_beams
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Return the scores for the next processor, of shape `(batch_size, width)`."""
-        if self._num_beams > 1:
-            self._decoder.check_candidates(scores, self._num_beams)
-            return scores
-        return self._decoder.select(scores, self._do_sample)  # type: ignore[return-value]
+        return self._act(input_ids, scores)
 
 
 class FollowingCriteriaList(StoppingCriteriaList):

@@ -10,7 +10,7 @@ from .. import messages
 from ..errors import MemberError
 from ..members.member import Member
 from ..members.state import MemberState
-from ..vocabulary.context import MemberContext, Resync
+from ..vocabulary.context import Resync
 from .call import Call
 from .prompts import expand_prompts, read_prompts
 from .text_warnings import warn_of_control, warn_of_losses
@@ -55,16 +55,14 @@ class LiveRows:
         self.num_steps = 0
         self._num_rows = len(prompt_ids)
         self._place_of = {row: row for row in self.live}
-        prompts = read_prompts(members, participants, resync, prompt_ids, prompt_mask, call.own_prompts)
+        running = {0, *participants} if runs_primary else set(participants) - {0}
+        prompts = read_prompts(members, running, resync, prompt_ids, prompt_mask, call.own_prompts)
         self._prompt_of_row: list[int] | None = prompts.prompt_of_row
         self._lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
-        contexts = dict(prompts.contexts)
-        if runs_primary:
-            contexts[0] = [MemberContext.of_ids(members[0].encoder, ids) for ids in prompts.ids]
-        # An assistant may cut the text finer.
-        expected = {index: max_new_tokens if index == 0 else max_new_tokens * 5 // 4 for index in contexts}
         self.states = {
-            index: MemberState(members[index], rows, None, expected[index]) for index, rows in contexts.items()
+            # An assistant may cut the text finer.
+            index: MemberState(members[index], rows, num_expected=max_new_tokens * (5 if index else 4) // 4)
+            for index, rows in prompts.contexts.items()
         }
         self._given: Tensor | None = None
         self._device = prompt_ids.device
@@ -72,7 +70,7 @@ class LiveRows:
         self._silent_ids = silent_ids
         self._warned_control: set[int] = set()
         self._warned_lossy: set[int] = set()
-        self._warn_of_losses()
+        warn_of_losses(self.states, self._warned_lossy)
 
     # What the fused step reads
 
@@ -92,11 +90,10 @@ class LiveRows:
     def sitting_out(self) -> dict[int, list[int]]:
         """The live rows that each member cannot follow just now."""
         places = self._place_of if self._prompt_of_row is None else self._prompt_of_row
-        found = {
+        return {
             index: [row for row in self.live if state.contexts[places[row]].sits_out]
             for index, state in self.states.items()
         }
-        return {index: rows for index, rows in found.items() if rows}
 
     def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
         """Run the gate member in these rows, before it is known whether others are needed."""
@@ -187,7 +184,7 @@ class LiveRows:
         for index, state in self.states.items():
             if index > 0:
                 state.contexts[place].write(data)
-        self._warn_of_losses()
+        warn_of_losses(self.states, self._warned_lossy)
 
     def move(self, parents: Sequence[int]) -> None:
         """Let every row continue from what was row `parents[row]`."""
@@ -243,6 +240,3 @@ class LiveRows:
 
     def _length(self, index: int, row: int, place: int) -> int:
         return self._lengths[row] if index == 0 else len(self.states[index].contexts[place].ids)
-
-    def _warn_of_losses(self) -> None:
-        warn_of_losses(self.members, {i: state.contexts for i, state in self.states.items()}, self._warned_lossy)

@@ -26,7 +26,7 @@ class Prompts:
         texts: What each distinct prompt writes.
         prompt_of_row: For each row, the number of its prompt. Rows of one prompt (beams, returned sequences) can share
             its forward pass: see `expand_prompts`.
-        contexts: For each assistant that takes part, its context for each distinct prompt.
+        contexts: For each member that takes part, its context for each distinct prompt.
     """
 
     ids: list[list[int]]
@@ -213,11 +213,13 @@ def read_prompts(
     texts = [primary.encoder.token_bytes.write_from_start(row) for row in distinct]
     contexts: dict[int, list[MemberContext]] = {}
     for index, member in enumerate(members):
-        if index > 0 and index in participants:
+        if index in participants:
             contexts[index] = []
-            for (_, own_text), conversation, text in zip(number_of, conversations, texts, strict=True):
+            for (row, own_text), conversation, text in zip(number_of, conversations, texts, strict=True):
                 given = own_text[index]
-                if given is None and conversation is not None:
+                if index == 0:
+                    contexts[index].append(MemberContext.of_ids(member.encoder, row))
+                elif given is None and conversation is not None:
                     assert own is not None
                     rendered = own.renderers[index].ids(conversation)
                     contexts[index].append(MemberContext.of_rendering(member.encoder, resync, rendered))

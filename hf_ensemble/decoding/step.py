@@ -23,7 +23,7 @@ class Reader(Protocol):
     """Gives what members say at the positions of a step."""
 
     def sitting_out(self) -> Mapping[int, Sequence[int]]:
-        """For each member that cannot speak at some positions, these."""
+        """For each member, the positions at which it cannot speak."""
 
     def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
         """Run the gate member first. Returns its logits as `read` does; None where it has none."""
@@ -188,7 +188,8 @@ class FusedStep:
         plan = weights
         sitting_out = reader.sitting_out()
         for index, positions in sitting_out.items():
-            plan = without_member(plan, index, positions)
+            if positions:
+                plan = without_member(plan, index, positions)
         if self.follows_weights and deciding is None:
             return plan, None
         deciding = list(range(len(plan)) if deciding is None else deciding)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -98,8 +99,7 @@ class ForcedMember:
     def __init__(self, member: Member, texts: dict[int, ForcedText]):
         self.member = member
         self._texts = texts
-        self._live = list(texts)
-        self._state: MemberState[PlainContext] | None = None
+        self._live = [row for row, text in texts.items() if text.num_steps]
         self._logits: list[Tensor] = []
         self._place_of: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -111,10 +111,7 @@ class ForcedMember:
             stop: The step after its last.
         """
         live = [row for row in self._live if self._texts[row].num_steps > start]
-        if self._state is None:
-            self._live = live
-            self._state = self._started()
-        elif live != self._live:
+        if live != self._live:
             places = [self._live.index(row) for row in live]
             self._state.select(places, [self._state.contexts[place] for place in places])
             self._live = live
@@ -159,8 +156,9 @@ class ForcedMember:
             taken.index_copy_(0, torch.tensor(places, device=taken.device), logits)
         return taken
 
-    def _started(self) -> MemberState[PlainContext]:
-        """A state for the rows; a prompt that several of them have is run once."""
+    @cached_property
+    def _state(self) -> MemberState[PlainContext]:
+        """The state of the live rows; a prompt that several of them have is run once."""
         first = {row: tuple(self._texts[row].context(0)) for row in self._live}
         distinct = list(dict.fromkeys(first.values()))
         if len(distinct) == len(self._live) or max(map(len, distinct)) == 1:
@@ -173,7 +171,6 @@ class ForcedMember:
         return state
 
     def _run_trunks(self, start: int, stop: int) -> None:
-        assert self._state is not None
         wanted, ends = [], []
         for place, row in enumerate(self._live):
             text = self._texts[row]
@@ -192,14 +189,12 @@ class ForcedMember:
         self._logits.append(logits.reshape(-1, logits.shape[-1]))
 
     def _run_branches(self, branches: Sequence[tuple[int, int]]) -> None:
-        assert self._state is not None
         twin = self._state.fork([self._live.index(row) for row, _ in branches])
         twin.follow([PlainContext(self._texts[row].context(step)) for row, step in branches])
         self._place_of.update((branch, (len(self._logits), place)) for place, branch in enumerate(branches))
         self._logits.append(twin.logits())
 
     def _run_step(self, step: int) -> None:
-        assert self._state is not None
         places = [place for place, row in enumerate(self._live) if self._texts[row].num_steps > step]
         for place in places:
             self._state.contexts[place].change(self._texts[self._live[place]].context(step))

@@ -1,27 +1,25 @@
 """Warnings, once each, of what was written or read and is not all that it seems."""
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from ..members.member import Member
+from ..members.state import MemberState
 from ..vocabulary.context import MemberContext
 
 
-def warn_of_losses(
-    members: Sequence[Member], contexts: Mapping[int, Sequence[MemberContext]], warned: set[int]
-) -> None:
+def warn_of_losses(states: Mapping[int, MemberState[MemberContext]], warned: set[int]) -> None:
     """Warn once of every member whose view of the text has lost something.
 
     Args:
-        members: The members.
-        contexts: The running members' contexts.
+        states: The states of the running members, by member index.
         warned: Members that have been warned of; changed in place.
     """
-    for index, rows in contexts.items():
-        if index not in warned and any(context.is_lossy for context in rows):
+    for index, state in states.items():
+        if index not in warned and any(context.is_lossy for context in state.contexts):
             warned.add(index)
             warnings.warn(
-                f"member {members[index].name!r} does not read the text exactly: its tokenizer rewrites some of it, or "
+                f"member {state.member.name!r} does not read the text exactly: its tokenizer rewrites some of it, or "
                 "cannot write it. What the ensemble writes is not affected.",
                 stacklevel=3,
             )

@@ -156,6 +156,21 @@ class TokenDecoder:
         rows = fused.logprobs if self._proposals is None else self._proposals.offered
         return rows + fused.level if normalize else rows
 
+    def fuse_beams(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Let the contexts follow the beams, and fuse the log-probabilities of one step.
+
+        Args:
+            input_ids: All ids so far, of shape `(batch_size, length)`.
+            scores: The primary's log-probabilities, of shape `(batch_size, primary_vocab_size)`.
+
+        Raises:
+            MemberError: If a member fails, gave NaN or infinite logits, or has no position left.
+        """
+        self.follow_beams(input_ids)
+        fused = self.fuse(scores, normalize=False)
+        self.check_finite()
+        return fused
+
     def settle(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Let the proposals decide alone wherever the processors have left some of them.
 
@@ -236,12 +251,15 @@ class TokenDecoder:
             self._check_members(self._is_not_finite.flatten().tolist())
             self._is_not_finite = None
 
-    def check_candidates(self, scores: Tensor, num_beams: int) -> None:
+    def check_candidates(self, scores: Tensor, num_beams: int) -> Tensor:
         """Raise if processors left no candidate to any beam of a prompt, at the cost of a synchronisation.
 
         Args:
             scores: Of shape `(batch_size * num_beams, primary_vocab_size)`.
             num_beams: Number of beams.
+
+        Returns:
+            `scores`, among which `generate` itself chooses.
 
         Raises:
             MemberError: If so.
@@ -250,6 +268,7 @@ class TokenDecoder:
         if bool(has_none.any()):
             row = int(has_none.nonzero()[0, 0]) * num_beams
             raise messages.nothing_left(self.call.config.name, self.rows.where(row))
+        return scores
 
     def _check_members(self, is_not_finite: Sequence[int]) -> None:
         """Raise if a member's logits are not finite in a live row. The flags are row by row, a member each."""

@@ -70,20 +70,13 @@ class DraftMode(Mode):
 
     def sample(self, loop: Loop) -> Any:
         """Decide round by round, and write what is decided id by id."""
-        call, settings = self.call, loop.settings
+        call, settings, speculation = self.call, loop.settings, self._speculation
         members = call.members
         method = call.method(settings)
         num_parameters = [member.model.num_parameters() for member in members]
         participants = tuple(sorted(call.weights.participants))
-        drafters = self._speculation.drafters(participants, num_parameters)
-        kind = (
-            call.config,
-            call.is_by_primary,
-            self._speculation.name,
-            participants,
-            len(loop.input_ids),
-            method.device,
-        )
+        drafters = speculation.drafters(participants, num_parameters)
+        kind = (call.config, call.is_by_primary, speculation.name, participants, len(loop.input_ids), method.device)
 
         def new_draft_length() -> DraftLength:
             running = sum(num_parameters[index] for index in participants)
@@ -94,8 +87,7 @@ class DraftMode(Mode):
             )
 
         draft_length = call.kept.take_draft_length(kind, new_draft_length)
-        uses_ngrams = self._speculation.uses_ngrams
-        self._decoder = SpeculativeDecoder(call, loop, method, drafters, uses_ngrams, draft_length)
+        self._decoder = SpeculativeDecoder(call, loop, method, drafters, speculation.uses_ngrams, draft_length)
         try:
             ids = loop.write(self._decoder)
         finally:

@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from ..decoding.call import end_ids
-from ..decoding.hooks import FollowingCriteriaList
+from ..decoding.hooks import FollowingCriteriaList, Hook
 from ..methods.base import MemberMaps, eos_ids_of
-from ..recording.recorder import DecisionRecorder, PrimaryRecorder
+from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found, score_alone
 from .base import Mode
 
@@ -30,13 +31,20 @@ class PrimaryMode(Mode):
         ends = eos_ids_of(call.members[:1], end_ids(settings))[0]
         maps = MemberMaps(call.kept.union, 0, ends, prompt_ids.device)
         self.recorder = DecisionRecorder(call.members, [maps], prompt_ids, prompt_mask, call.num_decision_entries)
-        return [PrimaryRecorder(self.recorder, len(call.members)), *stock]
+        return [Hook(self._take), *stock]
 
     def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:
         """Let the recorder see what is written."""
         if self.recorder is None:
             return stock
         return FollowingCriteriaList(stock, self._record)
+
+    def _take(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert self.recorder is not None
+        weights = torch.eye(len(self.call.members))[:1].expand(len(scores), -1)
+        logits = scores.float()
+        self.recorder.take([logits], logits.log_softmax(-1), weights, weights != 0)
+        return scores
 
     def _record(self, input_ids: Tensor, done: Tensor) -> Tensor:
         assert self.recorder is not None

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from ..decoding.call import end_ids, keeps_rows
-from ..decoding.hooks import FollowingCriteriaList, FusionProcessor, SelectionProcessor, SettlingProcessor
+from ..decoding.hooks import FollowingCriteriaList, Hook
 from ..decoding.loop import Loop
 from ..decoding.refusals import refuse_all_but_greedy
 from ..decoding.row_processors import split_at_warpers
@@ -75,9 +75,15 @@ class TokenMode(Mode):
                 UnpaddedPenalty(item, prompt_mask) if isinstance(item, RepetitionPenaltyLogitsProcessor) else item
                 for item in constraints
             ]
-        settling = [SettlingProcessor(self._decoder)] if constraints and method.proposes_few else []
-        first = FusionProcessor(self._decoder, is_beam_search)
-        last = SelectionProcessor(self._decoder, settings.do_sample, settings.num_beams)
+        decoder = self._decoder
+        # Proposals decide alone wherever the last constraint leaves some of them.
+        settling = [Hook(decoder.settle)] if constraints and method.proposes_few else []
+        if is_beam_search:
+            first = Hook(decoder.fuse_beams)
+            last = Hook(lambda _, scores: decoder.check_candidates(scores, settings.num_beams))
+        else:
+            first = Hook(lambda _, scores: decoder.fuse(scores))
+            last = Hook(lambda _, scores: decoder.select(scores, settings.do_sample))
         return [first, *constraints, *settling, *warpers, last]
 
     def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:

@@ -70,12 +70,8 @@ class Decisions:
                     "decision": number,
                     "start": start,
                     "num_ids": len(decision.ids),
-                    "text": decision.text,
-                    "control": decision.control,
-                    "probability": decision.probability,
                     "decided_by": None if decision.decided_by is None else self.members[decision.decided_by],
-                    "agreement": decision.agreement,
-                    "is_gate_open": decision.is_gate_open,
+                    **{name: getattr(decision, name) for name in _OF_DECISION},
                 }
                 for name, said in zip(self.members, decision.members, strict=True):
                     best = said.best[0] if said and said.best else None
@@ -84,10 +80,8 @@ class Decisions:
                             **shared,
                             "member": name,
                             "is_heard": said is not None,
-                            "weight": said.weight if said else None,
                             "member_probability": said.probability if said else None,
-                            "agrees": said.agrees if said else None,
-                            "proposes": said.proposes if said else None,
+                            **{name: getattr(said, name, None) for name in _OF_MEMBER},
                             "best_text": best.text if best else None,
                             "best_probability": best.probability if best else None,
                             "best": list(said.best) if said else None,
@@ -113,6 +107,8 @@ class Decisions:
         Path(path).write_text(page, "utf-8")
 
 
+_OF_DECISION = ("text", "control", "probability", "agreement", "is_gate_open")
+_OF_MEMBER = ("weight", "agrees", "proposes")
 _COLUMNS = (
     "row",
     "decision",

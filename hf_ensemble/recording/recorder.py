@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from ..members.member import Member
 from ..methods.base import MemberMaps
@@ -21,41 +20,30 @@ _BLOCK = 256
 """Steps after which what was recorded moves to the host, so that a long text holds little memory on the device."""
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Who counts at a step; all of it on the CPU.
+@dataclass
+class _Step:
+    """A step at which something is chosen. Who counts in it is on the CPU.
 
     Attributes:
+        number: Number of steps before it.
         weights: Mixing weights, of shape `(batch_size, num_members)`.
         heard: In which rows which member counts, of the same shape.
         closed: Rows that a gate closed; None without a gate.
         queued: Rows that do not choose.
+        members: Numbers of those of which something is recorded.
+        values: For each row the ensemble's probability of what was chosen, then, for each member, its own and those of
+            its best entries; once it is chosen.
+        ids: For each row and member, the ids of its best entries, then 1 for those that are what was chosen; likewise.
     """
 
+    number: int
     weights: Tensor
     heard: Tensor
     closed: Collection[int] | None
     queued: Collection[int]
-
-
-@dataclass
-class _Step:
-    """A step at which something was chosen.
-
-    Attributes:
-        number: Number of steps before it.
-        plan: Who counts.
-        members: Numbers of those of which something is recorded.
-        values: For each row the ensemble's probability of what was chosen, then, for each member, its own and those of
-            its best entries.
-        ids: For each row and member, the ids of its best entries, then 1 for those that are what was chosen.
-    """
-
-    number: int
-    plan: _Plan
     members: list[int]
-    values: Any
-    ids: Any
+    values: Any = None
+    ids: Any = None
 
 
 class DecisionRecorder:
@@ -89,7 +77,7 @@ class DecisionRecorder:
         self._is_wide = is_wide
         self._reads_first_ids = reads_first_ids
         # Log-probabilities of the ensemble and of the members that count, kept until the choice is known.
-        self._pending: tuple[Tensor, dict[int, Tensor], _Plan] | None = None
+        self._pending: tuple[Tensor, dict[int, Tensor], _Step] | None = None
         self._num_steps = 0
         self._steps: list[_Step] = []
         self._num_on_host = 0
@@ -127,7 +115,8 @@ class DecisionRecorder:
             if one is not None and bool(heard[:, index].any()):
                 maps = self._maps[index]
                 logprobs[index] = (one if maps.takes_all else one + maps.mask).log_softmax(-1)
-        self._pending = fused, logprobs, _Plan(weights, heard, closed, queued)
+        step = _Step(self._num_steps, weights, heard, closed, queued, list(logprobs))
+        self._pending = fused, logprobs, step
 
     def choose(self, chosen: Tensor, done: Tensor) -> None:
         """Take what was chosen.
@@ -141,14 +130,14 @@ class DecisionRecorder:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        fused, of_member, plan = pending
+        fused, of_member, step = pending
         chosen = chosen.to(fused.device)[:, None]
         primary = self._maps[0]
         size = len(primary.to_union)
         own = primary.to_union[chosen.clamp_max(size - 1)]
         union = torch.where(chosen < size, own, chosen)
         key = union if self._is_wide else self._keys[0][chosen]
-        values, ids = [fused.gather(-1, chosen).exp()], []
+        values, ids = [fused.gather(-1, chosen).exp()], [chosen[:, :0]]
         for index, logprobs in of_member.items():
             maps = self._maps[index]
             is_chosen = self._keys[index] == key  # (B, V)
@@ -161,8 +150,8 @@ class DecisionRecorder:
             best, best_ids = top_entries(entries, min(self._num_entries, entries.shape[-1]))
             values += [prob.clamp_max(1.0), best.exp()]
             ids += [best_ids, (self._keys[index][best_ids] == key).long()]
-        recorded = torch.cat(values, -1), torch.cat(ids, -1) if ids else None
-        self._steps.append(_Step(self._num_steps - 1, plan, list(of_member), *recorded))
+        step.values, step.ids = torch.cat(values, -1), torch.cat(ids, -1)
+        self._steps.append(step)
         if len(self._steps) - self._num_on_host >= _BLOCK:
             self._move_to_host()
 
@@ -170,15 +159,12 @@ class DecisionRecorder:
         """Move what was recorded since the last time, in two transfers."""
         steps = self._steps[self._num_on_host :]
         self._num_on_host = len(self._steps)
-        for name in ("values", "ids"):
-            tensors = [tensor for step in steps if (tensor := getattr(step, name)) is not None]
-            if not tensors:
-                continue
+        for name in ("values", "ids") if steps else ():
+            tensors = [getattr(step, name) for step in steps]
             flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
-            parts = iter(flat.split([tensor.numel() for tensor in tensors]))
-            for step in steps:
-                if (tensor := getattr(step, name)) is not None:
-                    setattr(step, name, next(parts).view(tensor.shape).tolist())
+            parts = flat.split([tensor.numel() for tensor in tensors])
+            for step, tensor, part in zip(steps, tensors, parts, strict=True):
+                setattr(step, name, part.view(tensor.shape).tolist())
 
     def decisions(self, sequences: Tensor) -> Decisions:
         """Put together what was recorded.
@@ -194,7 +180,7 @@ class DecisionRecorder:
         lengths = (~ended).long().cumprod(0).sum(0).add(1).clamp_max(self._num_steps).tolist()
         rows = []
         for row, length in enumerate(lengths):
-            steps = [step for step in self._steps if step.number < length and row not in step.plan.queued]
+            steps = [step for step in self._steps if step.number < length and row not in step.queued]
             starts = [step.number for step in steps]
             pieces = namer.pieces([written[row][a:b] for a, b in pairwise([*starts, length])])
             rows.append(tuple(self._decision(row, *one, namer) for one in zip(steps, pieces, strict=True)))
@@ -202,16 +188,16 @@ class DecisionRecorder:
 
     def _decision(self, row: int, step: _Step, piece: Piece, namer: Namer) -> Decision:
         said: list[MemberDecision | None] = [None] * len(self._members)
-        values, ids_of_row = iter(step.values[row]), iter(step.ids[row] if step.members else ())
+        values, ids_of_row = iter(step.values[row]), iter(step.ids[row])
         prob_of_chosen = next(values)
         for index in step.members:
             k = min(self._num_entries, len(self._maps[index].mask))
             prob, best_probs = next(values), list(islice(values, k))
             best_ids, is_chosen = list(islice(ids_of_row, k)), list(islice(ids_of_row, k))
-            if bool(step.plan.heard[row, index]):
+            if bool(step.heard[row, index]):
                 pairs = zip(best_ids, best_probs, strict=True)
                 said[index] = MemberDecision(
-                    weight=float(step.plan.weights[row, index]),
+                    weight=float(step.weights[row, index]),
                     probability=prob,
                     best=tuple(Entry(namer.name(index, i), value) for i, value in pairs if value > 0),
                     agrees=bool(is_chosen[0]),
@@ -219,31 +205,10 @@ class DecisionRecorder:
                 )
         shares = {i: (one.weight or 0.0) * (one.probability or 0.0) for i, one in enumerate(said) if one}
         decided_by = max(shares, key=lambda index: shares[index], default=None)
-        closed = step.plan.closed
         return Decision(
             *piece,
             probability=min(prob_of_chosen, 1.0),
             decided_by=decided_by if decided_by is not None and shares[decided_by] > 0 else None,
-            is_gate_open=None if closed is None else row not in closed,
+            is_gate_open=None if step.closed is None else row not in step.closed,
             members=tuple(said),
         )
-
-
-class PrimaryRecorder(LogitsProcessor):
-    """First processor of a call that the primary decides alone; leaves the scores as they are.
-
-    Args:
-        recorder: The call's recorder.
-        num_members: Number of members.
-    """
-
-    def __init__(self, recorder: DecisionRecorder, num_members: int):
-        self._recorder = recorder
-        self._plan = torch.eye(num_members)[:1]
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Return `scores`, of shape `(batch_size, vocab_size)`."""
-        plan = self._plan.expand(len(scores), -1)
-        logits = scores.float()
-        self._recorder.take([logits], logits.log_softmax(-1), plan, plan != 0)
-        return scores

@@ -54,8 +54,7 @@ class SpanRound:
 
 def decisions_of_rounds(
     members: Sequence[Member],
-    rounds: Sequence[Sequence[SpanRound]],
-    ids_of_rounds: Sequence[Sequence[Sequence[int]]],
+    written: Sequence[Sequence[tuple[SpanRound, Sequence[int]]]],
     end_ids: Sequence[int],
     score: SpanScore,
     prompt_ids: Tensor,
@@ -65,8 +64,7 @@ def decisions_of_rounds(
 
     Args:
         members: The members; the first is the primary.
-        rounds: For each row, its rounds.
-        ids_of_rounds: For each row and round, the primary's ids that were written for it; none where the text was over.
+        written: For each row, its rounds as far as they were written, each with the primary's ids.
         end_ids: The primary's control tokens that end a text. An end is shown by the name of the first.
         score: What the scores are.
         prompt_ids: Of shape `(batch_size, prompt_length)`, a row for each row of the output.
@@ -75,10 +73,9 @@ def decisions_of_rounds(
     namer = Namer(members)
     end = namer.name(0, end_ids[0]) if end_ids else ""
     rows = []
-    for of_row, ids_of_row in zip(rounds, ids_of_rounds, strict=True):
-        written = [(one, ids) for one, ids in zip(of_row, ids_of_row, strict=True) if ids]
-        pieces = zip([one for one, _ in written], namer.pieces([ids for _, ids in written]), strict=True)
-        rows.append(tuple(_decision_of_round(one, piece, end, score) for one, piece in pieces))
+    for of_row in written:
+        pieces = zip(of_row, namer.pieces([ids for _, ids in of_row]), strict=True)
+        rows.append(tuple(_decision_of_round(one, piece, end, score) for (one, _), piece in pieces))
     return Decisions(tuple(rows), names_of(members), prompts_of(members[0], prompt_ids, prompt_mask), is_by_spans=True)
 
 

@@ -129,10 +129,7 @@ def score_by_spans(members: Sequence[Member], renderers: Sequence[ChatRenderer],
     """
     ids, mask = padded_left([pair.prompt for pair in batch.pairs])
     prompts = read_prompts(members, batch.weights.participants, "append", ids, mask, OwnPrompts(renderers))
-    own = own_pairs(members, prompts, batch.pairs)
-    if 0 in batch.weights.participants:
-        own[0] = batch.pairs
-    scores = score_by_member(members, own, batch.names)
+    scores = score_by_member(members, own_pairs(members, prompts, batch.pairs), batch.names)
     found = []
     for row, name in enumerate(batch.names):
         of_row = [of_member[row] for of_member in scores.values() if of_member[row].num_tokens]

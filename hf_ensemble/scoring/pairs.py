@@ -147,7 +147,7 @@ def own_pair(member: Member, prompt: MemberContext, before: bytes, text: bytes) 
 
 
 def own_pairs(members: Sequence[Member], prompts: Prompts, pairs: Sequence[Pair]) -> dict[int, list[Pair]]:
-    """Cut the primary's continuations as every assistant that has read the prompts cuts them.
+    """Cut the primary's continuations as every member that has read the prompts cuts them.
 
     Args:
         members: The members, the primary first.
@@ -155,7 +155,7 @@ def own_pairs(members: Sequence[Member], prompts: Prompts, pairs: Sequence[Pair]
         pairs: The primary's prompts and continuations.
 
     Returns:
-        By number of the assistant, its own ids of every pair.
+        By number of the member, its own ids of every pair.
     """
     write = members[0].encoder.token_bytes.write_from_start
     found: dict[int, list[Pair]] = {index: [] for index in prompts.contexts}
@@ -163,5 +163,5 @@ def own_pairs(members: Sequence[Member], prompts: Prompts, pairs: Sequence[Pair]
         before = prompts.texts[number]
         text = write([*pair.prompt, *pair.continuation])[len(before) :]
         for index, contexts in prompts.contexts.items():
-            found[index].append(own_pair(members[index], contexts[number], before, text))
+            found[index].append(own_pair(members[index], contexts[number], before, text) if index else pair)
     return found

@@ -1,6 +1,7 @@
 """Continuations that are scored by the fused distribution of every step."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ..decoding.step_weights import StepWeights
 from ..decoding.teacher_forcing import ForcedMember, ForcedText, advance_by_blocks
 from ..decoding.text_warnings import warn_of_losses
 from ..members.member import Member
-from ..members.state import padded_left
+from ..members.state import MemberState, padded_left
 from ..methods.base import TokenMethod
 from .by_member import check_positions
 from .likelihoods import Batch
@@ -88,7 +89,7 @@ class TokenBatch:
             row: ForcedText.of_context(contexts[row], [write([i]) for i in pair.continuation[:-1]])
             for row, pair in pairs.items()
         }
-        warn_of_losses(self._members, {index: list(contexts.values())}, set())
+        warn_of_losses({index: MemberState(self._members[index], list(contexts.values()))}, set())
         return texts
 
     def score(self) -> list[tuple[float, bool]]:
@@ -137,37 +138,28 @@ class TokenBatch:
         return True
 
 
+@dataclass
 class _StepsReader:
     """Gives members' logits at (row, step) pairs of a batch to the fused step."""
 
-    def __init__(
-        self,
-        texts: dict[int, dict[int, ForcedText]],
-        forced: dict[int, ForcedMember],
-        numbers: Sequence[int],
-        steps: Sequence[tuple[int, int]],
-        device: torch.device,
-        num_members: int,
-    ):
-        self._texts = texts
-        self._forced = forced
-        self._numbers = numbers
-        self._steps = steps
-        self._device = device
-        self._num_members = num_members
+    texts: dict[int, dict[int, ForcedText]]
+    forced: dict[int, ForcedMember]
+    numbers: Sequence[int]
+    steps: Sequence[tuple[int, int]]
+    device: torch.device
+    num_members: int
 
     def where(self, position: int) -> str:
         """Say which continuation and step a position is."""
-        row, step = self._steps[position]
-        return f"in continuation {self._numbers[row]} at step {step + 1}"
+        row, step = self.steps[position]
+        return f"in continuation {self.numbers[row]} at step {step + 1}"
 
     def sitting_out(self) -> dict[int, list[int]]:
         """For each member the positions at which it cannot speak."""
-        found = {
-            index: [n for n, (row, step) in enumerate(self._steps) if row in texts and texts[row].sits_out[step]]
-            for index, texts in self._texts.items()
+        return {
+            index: [n for n, (row, step) in enumerate(self.steps) if row in texts and texts[row].sits_out[step]]
+            for index, texts in self.texts.items()
         }
-        return {index: positions for index, positions in found.items() if positions}
 
     def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
         """Give the gate member's logits at all positions."""
@@ -175,8 +167,8 @@ class _StepsReader:
 
     def read(self, needed: Tensor) -> list[Tensor | None]:
         """Give the logits of all members that read these texts."""
-        return [self._logits(index) for index in range(self._num_members)]
+        return [self._logits(index) for index in range(self.num_members)]
 
     def _logits(self, index: int) -> Tensor | None:
-        forced = self._forced.get(index)
-        return None if forced is None else forced.take(self._steps).to(self._device)
+        forced = self.forced.get(index)
+        return None if forced is None else forced.take(self.steps).to(self.device)

@@ -19,7 +19,6 @@ from ...methods.base import eos_ids_of
 from ...methods.sweetspan import SweetSpanConfig
 from ...recording.decisions import Decisions
 from ...recording.spans import SpanCandidate, SpanRound, decisions_of_rounds
-from ...vocabulary.context import MemberContext
 from ...vocabulary.encoding import split_begun_character
 from ..call import Call, end_ids
 from ..loop import Loop
@@ -75,12 +74,9 @@ class SpanDecoder:
         processors = LogitsProcessorList(loop.processors)
         self._proposer = Proposer(self._encoder, call.config, processors, bool(settings.do_sample), self._min_new)
         prompts = read_prompts(members, participants, "append", loop.input_ids, loop.mask, call.own_prompts)
-        contexts = dict(prompts.contexts)
-        if 0 in participants:
-            contexts = {0: [MemberContext.of_ids(self._encoder, ids) for ids in prompts.ids], **contexts}
         self._participants = [
             Participant(index, members[index], eos_ids[index], of_prompts, settings.use_cache is not False)
-            for index, of_prompts in contexts.items()
+            for index, of_prompts in prompts.contexts.items()
         ]
         expand_prompts({one.index: one.state for one in self._participants}, prompts.prompt_of_row)
         for one in self._participants:
@@ -103,7 +99,6 @@ class SpanDecoder:
         """The decisions that have been written."""
         return decisions_of_rounds(
             self._members,
-            self.rounds,
             [row.written() for row in self._rows],
             self._end_ids,
             self._config.score,
@@ -227,8 +222,7 @@ class SpanDecoder:
 
     def _settle(self) -> None:
         """Warn of what members do not read exactly, and let only rows go on that need more."""
-        contexts = {one.index: one.contexts for one in self._participants}
-        warn_of_losses(self._members, contexts, self._warned_lossy)
+        warn_of_losses({one.index: one.state for one in self._participants}, self._warned_lossy)
         self._keep([place for place in range(len(self._live)) if self._goes_on(place)])
 
     def _goes_on(self, place: int) -> bool:

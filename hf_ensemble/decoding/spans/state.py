@@ -61,13 +61,15 @@ class SpanRow:
         self.ids_of_rounds.append(ids)
         self.queue.extend(ids)
 
-    def written(self) -> list[Sequence[int]]:
-        """The ids of each round that have been written."""
+    def written(self) -> list[tuple[SpanRound, Sequence[int]]]:
+        """The rounds that have been written, each with those of its ids that have."""
         num_left = self.num_decided - len(self.queue)
         written = []
-        for ids in self.ids_of_rounds:
-            written.append(ids[:num_left])
-            num_left -= len(written[-1])
+        for one, ids in zip(self.rounds, self.ids_of_rounds, strict=True):
+            ids = ids[:num_left]
+            num_left -= len(ids)
+            if ids:
+                written.append((one, ids))
         return written
 
 

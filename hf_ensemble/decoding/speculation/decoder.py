@@ -76,14 +76,14 @@ class SpeculativeDecoder:
         # Graphs are kept for each number of positions, of which a batch has too many.
         captures = len(loop.input_ids) == 1
         self._step = FusedStep(members, method, is_wide=not processors.read_ids, captures=captures)
+        # The primary stands in for members that sit out, whatever its weight.
         deciding = {0, *(weights != 0).any(0).nonzero()[:, 0].tolist()}
         running = deciding.union(drafters)
         prompts = read_prompts(members, running, method.resync, loop.input_ids, loop.mask, call.own_prompts)
-        # The primary stands in for members that sit out, whatever its weight.
-        contexts = {0: [MemberContext.of_ids(members[0].encoder, ids) for ids in prompts.ids], **prompts.contexts}
         num_expected = self._max_new * 5 // 4 + draft_length.longest
         self.states: dict[int, MemberState[MemberContext]] = {
-            index: MemberState(members[index], rows, num_expected=num_expected) for index, rows in contexts.items()
+            index: MemberState(members[index], rows, num_expected=num_expected)
+            for index, rows in prompts.contexts.items()
         }
         expand_prompts(self.states, prompts.prompt_of_row)
         texts = [prompts.ids[prompt] for prompt in prompts.prompt_of_row]
@@ -102,7 +102,7 @@ class SpeculativeDecoder:
         self._warned_lossy: set[int] = set()
         self.logits_rows: list[Tensor] = []
         self.scores_rows: list[Tensor] = []
-        self._warn_of_losses()
+        warn_of_losses(self.states, self._warned_lossy)
 
     @property
     def num_forwards(self) -> tuple[int, ...]:
@@ -210,7 +210,7 @@ class SpeculativeDecoder:
         for member, reading in readings.items():
             reading.settle({n: contexts[member] for n, contexts in going_on.items()})
         self._live = [self._live[n] for n in going_on]
-        self._warn_of_losses()
+        warn_of_losses(self.states, self._warned_lossy)
 
     def _accept_row(self, chain: Chain, choices: Choices, drafter: str | None) -> dict[int, MemberContext] | None:
         """Take over what was chosen in one row, and return every member's context after it; None if the row ends."""
@@ -280,7 +280,3 @@ class SpeculativeDecoder:
         row = torch.full((self._width,), -torch.inf, device=self.method.device)
         row[primary_id] = 0.0
         return row, row
-
-    def _warn_of_losses(self) -> None:
-        contexts = {index: state.contexts for index, state in self.states.items()}
-        warn_of_losses(self.members, contexts, self._warned_lossy)

@@ -1,6 +1,7 @@
 """One member reads every row and its draft in one forward pass, and then follows what was written."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -121,45 +122,36 @@ class Reading:
         self._wanted.append((position, row, distance))
 
 
+@dataclass
 class RoundReader:
     """Lets members read a round, and gives their logits at its positions to the fused step.
 
-    Args:
+    Attributes:
         states: The members' states, by member index.
         chains: The live rows, with their positions numbered.
         num_members: Number of members.
         device: Where the logits are to be mixed.
-
-    Attributes:
         readings: What each member has read, by member index.
     """
 
-    def __init__(
-        self,
-        states: Mapping[int, MemberState[MemberContext]],
-        chains: Sequence[Chain],
-        num_members: int,
-        device: torch.device,
-    ):
-        self._states = states
-        self._chains = chains
-        self._num_members = num_members
-        self._device = device
-        self.readings: dict[int, Reading] = {}
+    states: Mapping[int, MemberState[MemberContext]]
+    chains: Sequence[Chain]
+    num_members: int
+    device: torch.device
+    readings: dict[int, Reading] = field(default_factory=dict)
 
     def where(self, position: int) -> str:
         """Say which row a position is in."""
-        chain = next(chain for chain in self._chains if position in chain.positions)
+        chain = next(chain for chain in self.chains if position in chain.positions)
         return f"in row {chain.row.number} at step {len(chain.row.ids) + 1}"
 
     def sitting_out(self) -> dict[int, list[int]]:
         """The positions at which each member cannot speak."""
-        texts = [contexts for chain in self._chains for contexts in chain.contexts]
-        found = {
+        texts = [contexts for chain in self.chains for contexts in chain.contexts]
+        return {
             index: [position for position, contexts in enumerate(texts) if contexts[index].sits_out]
-            for index in self._states
+            for index in self.states
         }
-        return {index: positions for index, positions in found.items() if positions}
 
     def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
         """Drafts are refused beside a gate, which decides at every step who runs."""
@@ -168,11 +160,11 @@ class RoundReader:
     def read(self, needed: Tensor) -> list[Tensor | None]:
         """Let every member read all rows and their drafts in one forward pass."""
         is_needed = needed.T.tolist()
-        for index, state in self._states.items():
-            self.readings[index] = Reading(index, state, self._chains, is_needed[index], self._device)
+        for index, state in self.states.items():
+            self.readings[index] = Reading(index, state, self.chains, is_needed[index], self.device)
             # All members are started before one is waited for.
             self.readings[index].start()
-        return [self.readings[n].logits() if n in self.readings else None for n in range(self._num_members)]
+        return [self.readings[n].logits() if n in self.readings else None for n in range(self.num_members)]
 
 
 def select_rows(state: MemberState[MemberContext], rows: Sequence[int], contexts: list[MemberContext]) -> None:
