@@ -45,10 +45,15 @@ class Call:
         return self.kept.members
 
     @property
+    def participants(self) -> set[int]:
+        """Numbers of the members that may be needed: those that may have a weight, and the gate member."""
+        gate = self.config.gate_rule
+        return self.weights.participants | ({gate[0]} if gate else set())
+
+    @property
     def is_by_primary(self) -> bool:
         """Whether the primary decides everything, and so runs by itself."""
-        gate = self.config.gate_rule
-        return self.weights.is_only(0) and (gate is None or gate[0] == 0) and not self.config.cuts_off
+        return self.weights.is_only(0) and self.participants == {0} and not self.config.cuts_off
 
     def method(self, settings: Any) -> TokenMethod:
         """What decides token by token, for a prepared generation config."""

@@ -1,7 +1,7 @@
 """The rows of a call that still write, and the state of every member that runs in them."""
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ class LiveRows:
 
     Args:
         call: What the call works with.
-        participants: Numbers of the members that may be needed.
         resync: How assistants follow the text.
         prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
         prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
@@ -41,7 +40,6 @@ class LiveRows:
     def __init__(
         self,
         call: Call,
-        participants: Collection[int],
         resync: Resync,
         prompt_ids: Tensor,
         prompt_mask: Tensor | None,
@@ -55,7 +53,7 @@ class LiveRows:
         self.num_steps = 0
         self._num_rows = len(prompt_ids)
         self._place_of = {row: row for row in self.live}
-        running = {0, *participants} if runs_primary else set(participants) - {0}
+        running = call.participants | {0} if runs_primary else call.participants - {0}
         prompts = read_prompts(members, running, resync, prompt_ids, prompt_mask, call.own_prompts)
         self._prompt_of_row: list[int] | None = prompts.prompt_of_row
         self._lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
@@ -210,11 +208,10 @@ class LiveRows:
             ends: For each row, whether it ends anyway.
         """
         full: set[int] = set()
-        for index, member, limit in self._limited():
-            for place, row in enumerate(self.live):
-                if not ends[row] and self._length(index, row, place) > limit:
-                    full.add(row)
-                    warnings.warn(messages.no_position_left(member.name, limit, row, self.num_steps), stacklevel=2)
+        for row, member, limit in self._full_rows():
+            if not ends[row]:
+                full.add(row)
+                warnings.warn(messages.no_position_left(member.name, limit, row, self.num_steps), stacklevel=2)
         return full
 
     def check_room(self) -> None:
@@ -223,20 +220,18 @@ class LiveRows:
         Raises:
             MemberError: If so.
         """
-        for index, member, limit in self._limited():
-            if any(self._length(index, row, place) > limit for place, row in enumerate(self.live)):
-                raise MemberError(
-                    f"member {member.name!r} has positions for {limit} ids, which are used up after {self.num_steps} new "
-                    "ids. Ask for fewer."
-                )
+        for _, member, limit in self._full_rows():
+            raise MemberError(
+                f"member {member.name!r} has positions for {limit} ids, which are used up after {self.num_steps} new ids. "
+                "Ask for fewer."
+            )
 
-    def _limited(self) -> list[tuple[int, Member, int]]:
-        """Running members that have learned positions, and how many."""
-        return [
-            (index, member, member.max_positions)
-            for index, member in enumerate(self.members)
-            if member.max_positions is not None and (index == 0 or index in self.states)
-        ]
-
-    def _length(self, index: int, row: int, place: int) -> int:
-        return self._lengths[row] if index == 0 else len(self.states[index].contexts[place].ids)
+    def _full_rows(self) -> Iterator[tuple[int, Member, int]]:
+        """Rows in which a running member has more ids than positions, with the member and the number of these."""
+        for index, member in enumerate(self.members):
+            limit = member.max_positions
+            if limit is not None and (index == 0 or index in self.states):
+                for place, row in enumerate(self.live):
+                    length = len(self.states[index].contexts[place].ids) if index else self._lengths[row]
+                    if length > limit:
+                        yield row, member, limit

@@ -2,18 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
-
-
-class Decoder(Protocol):
-    """Decides ids, of which a row may have some in store."""
-
-    def next_ids(self, live: Sequence[bool]) -> list[int | None]:
-        """Return the id to write next in every live row; None where there is none, and the row ends."""
 
 
 @dataclass
@@ -25,8 +18,7 @@ class Loop:
         processors: The call's processors, as its mode has put them together.
         criteria: Its stopping criteria, likewise.
         settings: Its prepared generation config.
-        streamer: Receives the ids; None for none.
-        model_kwargs: What `forward` is called with.
+        kwargs: What else the stock loop is called with: the streamer, and what `forward` is called with.
         stock: Runs the loop.
     """
 
@@ -34,14 +26,13 @@ class Loop:
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     settings: Any
-    streamer: Any
-    model_kwargs: dict[str, Any]
+    kwargs: dict[str, Any]
     stock: Callable[..., Any]
 
     @property
     def mask(self) -> Tensor | None:
         """1 for ids of the prompt and 0 for padding, of the shape of `input_ids`; None for no padding."""
-        return self.model_kwargs.get("attention_mask")
+        return self.kwargs.get("attention_mask")
 
     @property
     def max_new_tokens(self) -> int:
@@ -56,25 +47,22 @@ class Loop:
 
     def run(self) -> Any:
         """Run the stock loop."""
-        return self.stock(
-            self.input_ids,
-            self.processors,
-            self.criteria,
-            self.settings,
-            streamer=self.streamer,
-            **self.model_kwargs,
-        )
+        return self.stock(self.input_ids, self.processors, self.criteria, self.settings, **self.kwargs)
 
-    def write(self, decoder: Decoder) -> Tensor:
+    def write(self, next_ids_of: Callable[[Sequence[bool]], list[int | None]]) -> Tensor:
         """Write id by id what a decoder decides, as the stock loop does: criteria and streamers see every id.
+
+        Args:
+            next_ids_of: Given which rows are live, gives the id to write next in each of them; None where there is none,
+                and the row ends.
 
         Returns:
             All ids, of shape `(batch_size, length)`.
         """
-        input_ids, filler = self.input_ids, self.filler
+        input_ids, filler, streamer = self.input_ids, self.filler, self.kwargs.get("streamer")
         finished, live = [False] * len(input_ids), [True] * len(input_ids)
         while not all(finished):
-            column = decoder.next_ids(live)
+            column = next_ids_of(live)
             finished = [end or i is None for end, i in zip(finished, column, strict=True)]
             if all(i is None for i in column):
                 break
@@ -84,8 +72,8 @@ class Loop:
             finished = [end or now for end, now in zip(finished, done.tolist(), strict=True)]
             if filler is not None:
                 live = [not end for end in finished]
-            if self.streamer is not None:
-                self.streamer.put(next_ids)
-        if self.streamer is not None:
-            self.streamer.end()
+            if streamer is not None:
+                streamer.put(next_ids)
+        if streamer is not None:
+            streamer.end()
         return input_ids

@@ -74,20 +74,11 @@ def refuse_for_ensembles(settings: GenerationConfig, kwargs: Mapping[str, Any], 
     if options["guidance_scale"] == 1:
         options["guidance_scale"] = None
     cache = settings.cache_implementation
-    refuse(
-        [
-            *(
-                Obstacle(options[name] not in (None, False), f"`{name}`", why)
-                for name, why in _NOT_FOR_ENSEMBLES.items()
-            ),
-            Obstacle(
-                "paged" in str(cache),
-                f"`cache_implementation={cache!r}`",
-                "the paged loop decodes with the primary alone",
-            ),
-        ],
-        "an ensemble",
-    )
+    reasons = _NOT_FOR_ENSEMBLES.items()
+    obstacles = [Obstacle(options[name] not in (None, False), f"`{name}`", why) for name, why in reasons]
+    why = "the paged loop decodes with the primary alone"
+    obstacles.append(Obstacle("paged" in str(cache), f"`cache_implementation={cache!r}`", why))
+    refuse(obstacles, "an ensemble")
 
 
 def refuse_all_but_greedy(settings: GenerationConfig, config: MethodConfig) -> None:

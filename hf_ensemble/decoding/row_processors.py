@@ -1,6 +1,7 @@
 """Logits processors at the positions of drafts: constraints one by one, with the row's ids, and warpers at any number."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,13 @@ def split_at_warpers(processors: Sequence[LogitsProcessor]) -> tuple[list[Logits
     is_constraint = [type(item).__name__ not in WARPERS for item in processors]
     count = max((place + 1 for place, it_is in enumerate(is_constraint) if it_is), default=0)
     return list(processors[:count]), list(processors[count:])
+
+
+def counting_all(processor: Any) -> Any:
+    """The processor itself; of a stock penalty that passes over the padding of every row, one that passes over nothing."""
+    if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
+        return RepetitionPenaltyLogitsProcessor(processor.penalty)
+    return processor
 
 
 def needs_whole_batch(processors: Sequence[LogitsProcessor]) -> str | None:
@@ -110,7 +118,4 @@ class RowProcessors:
     def _for_row(self, processor: LogitsProcessor, row: int) -> LogitsProcessor:
         if self._mask is None or not isinstance(processor, RepetitionPenaltyLogitsProcessor):
             return processor
-        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
-            # The padding of every row, which is passed over here already.
-            processor = RepetitionPenaltyLogitsProcessor(processor.penalty)
-        return UnpaddedPenalty(processor, self._mask[row : row + 1])
+        return UnpaddedPenalty(counting_all(processor), self._mask[row : row + 1])

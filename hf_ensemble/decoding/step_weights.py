@@ -23,9 +23,6 @@ class StepWeights:
         num_members: Number of members.
         as_given: Whether negative ones are allowed, and none is scaled to sum 1.
 
-    Attributes:
-        participants: Members that may have a weight other than 0.
-
     Raises:
         ConfigurationError: If there is not one weight per member, or one is not allowed.
     """
@@ -35,9 +32,13 @@ class StepWeights:
         self._as_given = as_given
         self._function = weights if callable(weights) else None
         self._rows = None if callable(weights) else self._checked(weights)
-        self.participants = set(range(num_members))
-        if self._rows is not None:
-            self.participants = set((self._rows != 0).any(0).nonzero()[:, 0].tolist())
+
+    @property
+    def participants(self) -> set[int]:
+        """Members that may have a weight other than 0."""
+        if self._rows is None:
+            return set(range(self._num_members))
+        return set((self._rows != 0).any(0).nonzero()[:, 0].tolist())
 
     def is_only(self, member: int) -> bool:
         """Whether this member decides alone, as it would by itself."""
@@ -86,7 +87,6 @@ class StepWeights:
         twin._num_prompts, twin._copies = len(prompts), 1
         if self._rows is not None:
             twin._rows = self._rows[list(prompts)]
-            twin.participants = set((twin._rows != 0).any(0).nonzero()[:, 0].tolist())
         return twin
 
     def at(self, step: int, input_ids: Tensor) -> Tensor:

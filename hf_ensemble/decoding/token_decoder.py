@@ -77,10 +77,7 @@ class TokenDecoder:
         gate = call.config.gate_rule
         self._step = FusedStep(call.members, method, is_wide=is_wide, gate=gate, draws_one=call.config.draws_one)
         self.is_wide = self._step.is_wide
-        participants = call.weights.participants | ({gate[0]} if gate else set())
-        self.rows = LiveRows(
-            call, participants, method.resync, prompt_ids, prompt_mask, end_ids, runs_primary, max_new_tokens
-        )
+        self.rows = LiveRows(call, method.resync, prompt_ids, prompt_mask, end_ids, runs_primary, max_new_tokens)
         self._max_new = max_new_tokens
         self._keeps_rows = keep_rows
         self._recorder = recorder

@@ -10,7 +10,7 @@ from ..decoding.loop import Loop
 from ..decoding.row_processors import needs_whole_batch
 from ..decoding.speculation.decoder import SpeculativeDecoder
 from ..decoding.speculation.draft_length import DraftLength
-from ..decoding.speculation.options import Speculation, obstacle_in_call, obstacle_in_method, whole_batch_obstacle
+from ..decoding.speculation.options import Speculation, obstacle_to_drafts, whole_batch_obstacle
 from ..scoring.likelihoods import Batch, Found
 from .base import Mode
 
@@ -47,10 +47,7 @@ class DraftMode(Mode):
         speculation = Speculation(name, call.members)
         if call.is_by_primary and speculation.is_auto:
             return plain
-        records = call.num_decision_entries is not None
-        found = obstacle_in_call(settings, call.has_cache, arguments["synced_gpus"], records)
-        if found is None and not call.is_by_primary:
-            found = obstacle_in_method(call.config, call.weights)
+        found = obstacle_to_drafts(call, settings, arguments["synced_gpus"])
         if found is not None:
             speculation.refuse(found)
             return plain
@@ -89,7 +86,7 @@ class DraftMode(Mode):
         draft_length = call.kept.take_draft_length(kind, new_draft_length)
         self._decoder = SpeculativeDecoder(call, loop, method, drafters, speculation.uses_ngrams, draft_length)
         try:
-            ids = loop.write(self._decoder)
+            ids = loop.write(self._decoder.next_ids)
         finally:
             self._decoder.close()
         call.kept.keep_draft_length(kind, draft_length)

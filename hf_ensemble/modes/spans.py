@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
+from transformers import GenerationConfig
 
 from ..decoding.call import Call
 from ..decoding.loop import Loop
 from ..decoding.refusals import Obstacle, refuse
-from ..decoding.row_processors import WARPERS
+from ..decoding.row_processors import WARPERS, counting_all
 from ..decoding.spans.decoder import SpanDecoder, SpanDecoderOutput
 from ..errors import ConfigurationError
 from ..scoring.likelihoods import Batch, Found, score_by_spans
@@ -32,21 +32,16 @@ class SpanMode(Mode):
         """Refuse what needs a distribution over tokens, or another loop."""
         no_distribution = "a span has no distribution over tokens; see `rounds` of the output"
         outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        knows_primary = "it knows the primary's ids only, but every member proposes"
+        rolled_back = "rejected spans are rolled back, which takes a dynamic cache"
+        prefixes, cache = arguments["prefix_allowed_tokens_fn"], settings.cache_implementation
         refuse(
             [
                 *(Obstacle(getattr(settings, name, None), f"`{name}`", no_distribution) for name in outputs),
                 Obstacle(settings.num_beams not in (None, 1), "`num_beams`", "a round keeps one span"),
-                Obstacle(
-                    arguments["prefix_allowed_tokens_fn"] is not None,
-                    "`prefix_allowed_tokens_fn`",
-                    "it knows the primary's ids only, but every member proposes",
-                ),
+                Obstacle(prefixes is not None, "`prefix_allowed_tokens_fn`", knows_primary),
                 Obstacle(arguments["synced_gpus"], "`synced_gpus`", "rounds run on one process"),
-                Obstacle(
-                    settings.cache_implementation not in (None, "dynamic"),
-                    "`cache_implementation`",
-                    "rejected spans are rolled back, which takes a dynamic cache",
-                ),
+                Obstacle(cache not in (None, "dynamic"), "`cache_implementation`", rolled_back),
                 Obstacle(self.call.has_cache, "`past_key_values`", "the members keep caches of their own"),
             ],
             self._name,
@@ -62,13 +57,8 @@ class SpanMode(Mode):
         """Keep those that act on every member's proposals; refuse those that know the primary's ids only."""
         # How early a text may end is counted in the primary's ids: see `SpanDecoder`.
         kept = [item for item in stock if type(item).__name__ not in _EARLY_END_PROCESSORS]
-        # Members read rows one by one, without the padding that the stock penalty passes over in a batch.
-        kept = [
-            RepetitionPenaltyLogitsProcessor(item.penalty)
-            if isinstance(getattr(item, "prompt_ignore_length", None), Tensor)
-            else item
-            for item in kept
-        ]
+        # Members read rows one by one, without padding.
+        kept = [counting_all(item) for item in kept]
         writing = {0, *self.call.weights.participants}
         fingerprints = {self.call.members[index].encoder.token_bytes.fingerprint for index in writing}
         for item in kept:
@@ -83,7 +73,7 @@ class SpanMode(Mode):
     def sample(self, loop: Loop) -> Any:
         """Decide round by round, and write what is decided id by id."""
         decoder = SpanDecoder(self.call, loop)
-        ids = loop.write(decoder)
+        ids = loop.write(decoder.next_ids)
         if not loop.settings.return_dict_in_generate:
             return ids
         output = SpanDecoderOutput(sequences=ids, rounds=decoder.rounds)  # type: ignore[arg-type]

@@ -91,20 +91,10 @@ class StockLoopHooks:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
+        **kwargs: Any,
     ) -> Any:
-        model_kwargs["synced_gpus"] = synced_gpus
-        loop = Loop(
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-            model_kwargs,
-            super()._sample,  # type: ignore[misc]
-        )
+        stock = super()._sample  # type: ignore[misc]
+        loop = Loop(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, stock)
         running = getattr(logits_processor, "running", None)
         return loop.run() if running is None else running.mode.sample(loop)
 

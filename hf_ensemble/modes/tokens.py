@@ -96,8 +96,8 @@ class TokenMode(Mode):
         """Run the stock loop; the primary's own passes are left out where its state runs it."""
         if self._decoder.rows.runs_primary:
             for key in ("past_key_values", "cache"):
-                loop.model_kwargs.pop(key, None)
-            loop.model_kwargs[WAITS] = True
+                loop.kwargs.pop(key, None)
+            loop.kwargs[WAITS] = True
         return loop.run()
 
     def fill(self, output: Any, settings: GenerationConfig) -> None:

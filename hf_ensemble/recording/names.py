@@ -1,6 +1,5 @@
 """What members, ids and prompts are called, and what ids write, where decisions are shown."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,13 +58,8 @@ class Namer:
 def names_of(members: Sequence[Member]) -> tuple[str, ...]:
     """Give the members' names; equal ones are numbered."""
     names = [member.name for member in members]
-    counts = Counter(names)
-    seen: Counter[str] = Counter()
-    unique = []
-    for name in names:
-        seen[name] += 1
-        unique.append(f"{name} ({seen[name]})" if counts[name] > 1 else name)
-    return tuple(unique)
+    numbers = [names[: n + 1].count(name) for n, name in enumerate(names)]
+    return tuple(f"{name} ({n})" if names.count(name) > 1 else name for name, n in zip(names, numbers, strict=True))
 
 
 def prompts_of(primary: Member, ids: Tensor, mask: Tensor | None) -> tuple[str, ...]:

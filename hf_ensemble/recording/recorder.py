@@ -46,10 +46,11 @@ class _Step:
     ids: Any = None
 
 
+@dataclass
 class DecisionRecorder:
     """What is kept of the steps of one call, and what it comes to.
 
-    Args:
+    Attributes:
         members: The members; the first is the primary.
         maps: Index maps of those that may be heard, the primary's first.
         prompt_ids: Of shape `(batch_size, prompt_length)`, a row for each row of the output.
@@ -60,22 +61,16 @@ class DecisionRecorder:
         reads_first_ids: Whether, of an entry that a member lacks, the method reads the first id that writes it.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        maps: Sequence[MemberMaps],
-        prompt_ids: Tensor,
-        prompt_mask: Tensor | None,
-        num_entries: int,
-        is_wide: bool = False,
-        reads_first_ids: bool = False,
-    ):
-        self._members = members
-        self._maps = maps
-        self._prompts = prompts_of(members[0], prompt_ids, prompt_mask)
-        self._num_entries = num_entries
-        self._is_wide = is_wide
-        self._reads_first_ids = reads_first_ids
+    members: Sequence[Member]
+    maps: Sequence[MemberMaps]
+    prompt_ids: Tensor
+    prompt_mask: Tensor | None
+    num_entries: int
+    is_wide: bool = False
+    reads_first_ids: bool = False
+
+    def __post_init__(self) -> None:
+        self._prompts = prompts_of(self.members[0], self.prompt_ids, self.prompt_mask)
         # Log-probabilities of the ensemble and of the members that count, kept until the choice is known.
         self._pending: tuple[Tensor, dict[int, Tensor], _Step] | None = None
         self._num_steps = 0
@@ -86,10 +81,10 @@ class DecisionRecorder:
     @cached_property
     def _keys(self) -> list[Tensor]:
         """What each member's ids count as: union entries, or the primary's ids that begin to write them; -1 for none."""
-        if self._is_wide:
-            return [maps.to_union for maps in self._maps]
-        first = self._maps[0].first_id
-        return [torch.where(maps.to_union < 0, -1, first[maps.to_union]) for maps in self._maps]
+        if self.is_wide:
+            return [maps.to_union for maps in self.maps]
+        first = self.maps[0].first_id
+        return [torch.where(maps.to_union < 0, -1, first[maps.to_union]) for maps in self.maps]
 
     def take(
         self,
@@ -113,7 +108,7 @@ class DecisionRecorder:
         logprobs = {}
         for index, one in enumerate(logits):
             if one is not None and bool(heard[:, index].any()):
-                maps = self._maps[index]
+                maps = self.maps[index]
                 logprobs[index] = (one if maps.takes_all else one + maps.mask).log_softmax(-1)
         step = _Step(self._num_steps, weights, heard, closed, queued, list(logprobs))
         self._pending = fused, logprobs, step
@@ -132,22 +127,22 @@ class DecisionRecorder:
             return
         fused, of_member, step = pending
         chosen = chosen.to(fused.device)[:, None]
-        primary = self._maps[0]
+        primary = self.maps[0]
         size = len(primary.to_union)
         own = primary.to_union[chosen.clamp_max(size - 1)]
         union = torch.where(chosen < size, own, chosen)
-        key = union if self._is_wide else self._keys[0][chosen]
+        key = union if self.is_wide else self._keys[0][chosen]
         values, ids = [fused.gather(-1, chosen).exp()], [chosen[:, :0]]
         for index, logprobs in of_member.items():
-            maps = self._maps[index]
+            maps = self.maps[index]
             is_chosen = self._keys[index] == key  # (B, V)
             prob = logprobs.masked_fill(~is_chosen, -torch.inf).exp().sum(-1, keepdim=True)
-            if self._reads_first_ids:
+            if self.reads_first_ids:
                 first = maps.first_id[union]
                 begun = logprobs.gather(-1, first.clamp_min(0)).exp().masked_fill(first < 0, 0.0)
                 prob = torch.where(prob > 0, prob, begun)
             entries = merge_duplicates(logprobs, maps.duplicates)
-            best, best_ids = top_entries(entries, min(self._num_entries, entries.shape[-1]))
+            best, best_ids = top_entries(entries, min(self.num_entries, entries.shape[-1]))
             values += [prob.clamp_max(1.0), best.exp()]
             ids += [best_ids, (self._keys[index][best_ids] == key).long()]
         step.values, step.ids = torch.cat(values, -1), torch.cat(ids, -1)
@@ -173,7 +168,7 @@ class DecisionRecorder:
             sequences: The output of the call, prompts included, of shape `(batch_size, length)`.
         """
         self._move_to_host()
-        namer = Namer(self._members)
+        namer = Namer(self.members)
         written = sequences[:, sequences.shape[1] - self._num_steps :].tolist()
         ended = torch.stack(self._done).cpu() if self._done else torch.zeros(0, len(written), dtype=torch.bool)
         # The step in which a row ends still writes in it; later ones do not.
@@ -184,14 +179,14 @@ class DecisionRecorder:
             starts = [step.number for step in steps]
             pieces = namer.pieces([written[row][a:b] for a, b in pairwise([*starts, length])])
             rows.append(tuple(self._decision(row, *one, namer) for one in zip(steps, pieces, strict=True)))
-        return Decisions(tuple(rows), names_of(self._members), self._prompts)
+        return Decisions(tuple(rows), names_of(self.members), self._prompts)
 
     def _decision(self, row: int, step: _Step, piece: Piece, namer: Namer) -> Decision:
-        said: list[MemberDecision | None] = [None] * len(self._members)
+        said: list[MemberDecision | None] = [None] * len(self.members)
         values, ids_of_row = iter(step.values[row]), iter(step.ids[row])
         prob_of_chosen = next(values)
         for index in step.members:
-            k = min(self._num_entries, len(self._maps[index].mask))
+            k = min(self.num_entries, len(self.maps[index].mask))
             prob, best_probs = next(values), list(islice(values, k))
             best_ids, is_chosen = list(islice(ids_of_row, k)), list(islice(ids_of_row, k))
             if bool(step.heard[row, index]):

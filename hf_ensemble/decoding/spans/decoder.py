@@ -60,9 +60,8 @@ class SpanDecoder:
     """
 
     def __init__(self, call: Call, loop: Loop):
-        assert isinstance(call.config, SweetSpanConfig)
         self._members = members = call.members
-        self._config = call.config
+        self._config: SweetSpanConfig = call.config  # type: ignore[assignment]
         self._loop = loop
         participants, settings = call.weights.participants, loop.settings
         eos_ids = eos_ids_of(members, end_ids(settings))
@@ -72,7 +71,7 @@ class SpanDecoder:
         self._max_new = loop.max_new_tokens
         self._min_new = max(settings.min_new_tokens or 0, (settings.min_length or 0) - loop.input_ids.shape[1])
         processors = LogitsProcessorList(loop.processors)
-        self._proposer = Proposer(self._encoder, call.config, processors, bool(settings.do_sample), self._min_new)
+        self._proposer = Proposer(self._encoder, self._config, processors, bool(settings.do_sample), self._min_new)
         prompts = read_prompts(members, participants, "append", loop.input_ids, loop.mask, call.own_prompts)
         self._participants = [
             Participant(index, members[index], eos_ids[index], of_prompts, settings.use_cache is not False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...methods.sweetspan import SweetSpanConfig, choose_span
+from ...methods.sweetspan import SpanScore, SweetSpanConfig, choose_span, span_score
 from ...recording.spans import SpanCandidate
 from ...vocabulary.context import MemberContext
 from ...vocabulary.encoding import ByteEncoder
@@ -26,6 +26,18 @@ class Offer:
 
     candidate: SpanCandidate
     readings: dict[int, Reading]
+
+    def score(self, member: int, score: SpanScore) -> float:
+        """A member's score of the candidate, EOS counted as one byte.
+
+        Args:
+            member: The member's number.
+            score: Which score.
+        """
+        reading = self.readings[member]
+        assert reading.log_prob is not None
+        num_bytes = len(self.candidate.data) + self.candidate.has_eos
+        return span_score(reading.log_prob, reading.num_tokens, num_bytes, score)
 
 
 def primary_ids(encoder: ByteEncoder, data: bytes, own: Sequence[int] = ()) -> list[int] | None:
@@ -136,13 +148,9 @@ def choose(
     candidates = [offer.candidate for offer in offers]
     if len(offers) == 1:
         return 0, candidates
-    scores = []
-    for offer, candidate in zip(offers, candidates, strict=True):
-        num_bytes = len(candidate.data) + candidate.has_eos
-        of_members = [
-            offer.readings[n].score(num_bytes, config.score) if n in members else None for n in range(num_members)
-        ]
-        scores.append(tuple(of_members))
+    scores = [
+        tuple(offer.score(n, config.score) if n in members else None for n in range(num_members)) for offer in offers
+    ]
     choice = choose_span(scores, config.filter_ratio, config.score)
     scored = zip(candidates, scores, choice.filtered, strict=True)
     return choice.winner, [dataclasses.replace(item, scores=row, filtered=out) for item, row, out in scored]

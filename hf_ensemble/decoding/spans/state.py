@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...members.member import Member
 from ...members.state import MemberState
-from ...methods.sweetspan import SpanScore, span_score
 from ...recording.spans import SpanRound
 from ...vocabulary.context import MemberContext
 from ...vocabulary.token_bytes import TEXT
@@ -92,16 +91,6 @@ class Reading:
     log_prob: float | None = None
     eos_id: int | None = None
     fork_row: int | None = None
-
-    def score(self, num_bytes: int, score: SpanScore) -> float:
-        """The member's score of the candidate.
-
-        Args:
-            num_bytes: Number of bytes in it, EOS counted as one.
-            score: Which score.
-        """
-        assert self.log_prob is not None
-        return span_score(self.log_prob, self.num_tokens, num_bytes, score)
 
 
 class Participant:

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ...config import MethodConfig
 from ...errors import ConfigurationError
 from ...members.member import Member
+from ..call import Call
 from ..refusals import Obstacle, first_obstacle
-from ..step_weights import StepWeights
 from .drafts import NGRAM
 
 AUTO = "auto"
@@ -72,74 +71,43 @@ class Speculation:
             )
 
 
-def obstacle_in_call(settings: Any, has_cache: bool, synced_gpus: Any, records: bool) -> Obstacle | None:
-    """What stands against drafts among the options of a call; None if nothing does.
+def obstacle_to_drafts(call: Call, settings: Any, synced_gpus: Any) -> Obstacle | None:
+    """What stands against drafts in a call; None if nothing does.
 
     Args:
-        settings: The generation config of the call.
-        has_cache: Whether a cache was passed in.
+        call: The call.
+        settings: Its generation config.
         synced_gpus: As given to `generate`.
-        records: Whether decisions are recorded.
     """
     own_caches = "drafts are rolled back in the members' own caches"
     positions = "positions of drafts would be among them"
+    moving = "beams move between rows at every step"
     returns = settings.return_dict_in_generate
     beams, cache = settings.num_beams, settings.cache_implementation
-    return first_obstacle(
-        [
-            Obstacle(
-                beams not in (None, 1),
-                f"`num_beams={beams}`",
-                "beams move between rows at every step",
-                "Pass `num_beams=1`",
-            ),
-            Obstacle(records, "`output_decisions`", "decisions are recorded in the plain loop only"),
-            Obstacle(returns and settings.output_attentions, "`output_attentions`", positions),
-            Obstacle(returns and settings.output_hidden_states, "`output_hidden_states`", positions),
-            Obstacle(settings.use_cache is False, "`use_cache=False`", own_caches),
-            Obstacle(has_cache, "a cache that is passed in", own_caches),
-            Obstacle(cache not in (None, "dynamic"), f"`cache_implementation={cache!r}`", own_caches),
-            Obstacle(settings.prefill_chunk_size is not None, "`prefill_chunk_size`", own_caches),
-            Obstacle(synced_gpus, "`synced_gpus`", "rounds run on one process"),
-        ]
-    )
-
-
-def obstacle_in_method(method: MethodConfig, weights: StepWeights) -> Obstacle | None:
-    """What stands against drafts in how members are mixed; None if nothing does.
-
-    Args:
-        method: The method's options.
-        weights: The call's weights.
-    """
-    return first_obstacle(
-        [
-            Obstacle(
-                method.decides != "tokens",
-                f"method {method.name!r}",
-                "its candidates are drafts already",
-                "Choose a token-level method",
-            ),
-            Obstacle(
-                method.gate_rule is not None,
-                "a gate",
-                "it decides at every step who runs, so that nobody could check several",
-                "Leave out `threshold`",
-            ),
-            Obstacle(
-                method.draws_one,
-                "mixture sampling",
-                "one drawn member decides each token, so that the others cannot check it",
-                "Leave out `strategy`",
-            ),
-            Obstacle(
-                weights.varies,
-                "`weights` that are a function",
-                "it is called at every step with the ids so far",
-                "Give the weights as numbers",
-            ),
-        ]
-    )
+    records = call.num_decision_entries is not None
+    in_call = [
+        Obstacle(beams not in (None, 1), f"`num_beams={beams}`", moving, "Pass `num_beams=1`"),
+        Obstacle(records, "`output_decisions`", "decisions are recorded in the plain loop only"),
+        Obstacle(returns and settings.output_attentions, "`output_attentions`", positions),
+        Obstacle(returns and settings.output_hidden_states, "`output_hidden_states`", positions),
+        Obstacle(settings.use_cache is False, "`use_cache=False`", own_caches),
+        Obstacle(call.has_cache, "a cache that is passed in", own_caches),
+        Obstacle(cache not in (None, "dynamic"), f"`cache_implementation={cache!r}`", own_caches),
+        Obstacle(settings.prefill_chunk_size is not None, "`prefill_chunk_size`", own_caches),
+        Obstacle(synced_gpus, "`synced_gpus`", "rounds run on one process"),
+    ]
+    method = call.config
+    drafting = "its candidates are drafts already"
+    gating = "it decides at every step who runs, so that nobody could check several"
+    drawing = "one drawn member decides each token, so that the others cannot check it"
+    varying = "it is called at every step with the ids so far"
+    in_method = [
+        Obstacle(method.decides != "tokens", f"method {method.name!r}", drafting, "Choose a token-level method"),
+        Obstacle(method.gate_rule is not None, "a gate", gating, "Leave out `threshold`"),
+        Obstacle(method.draws_one, "mixture sampling", drawing, "Leave out `strategy`"),
+        Obstacle(call.weights.varies, "`weights` that are a function", varying, "Give the weights as numbers"),
+    ]
+    return first_obstacle(in_call if call.is_by_primary else in_call + in_method)
 
 
 def whole_batch_obstacle(processor_name: str) -> Obstacle:
