@@ -81,13 +81,8 @@ class ChatRenderer:
 
     def _render(self, conversation: Conversation) -> str:
         """Render as given, else with parts joined, else with system turns folded: the first that the template takes."""
-        ways = [conversation]
-        if conversation.has_parts:
-            ways.append(conversation.with_joined_parts())
-        if conversation.has_system:
-            ways.append(conversation.with_folded_system())
         errors = []
-        for way in ways:
+        for way in (conversation, conversation.with_joined_parts(), conversation.with_folded_system()):
             try:
                 text = self._render_as_is(way)
             except (TemplateError, TypeError, ValueError) as error:
