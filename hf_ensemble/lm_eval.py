@@ -116,9 +116,11 @@ class EnsembleLM(TemplateLM):
         self.ensemble = ensemble
         self.tokenizer = ensemble.tokenizer
         self._call: dict[str, Any] = {"method": config, "weights": shares}
-        self._batch_size = int(batch_size)
-        self._max_length = max_length
-        self._max_gen_toks = max_gen_toks
+        self.batch_size = int(batch_size)
+        pairs = zip(ensemble.members, ensemble.tokenizers, strict=True)
+        own_lengths = (resolve_max_length(model.config, tokenizer) for model, tokenizer in pairs)
+        self.max_length = min(own_lengths) if max_length is None else max_length
+        self.max_gen_toks = max_gen_toks
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "EnsembleLM":
@@ -141,24 +143,6 @@ class EnsembleLM(TemplateLM):
     def device(self) -> torch.device:
         """Where the primary's ids go."""
         return self.ensemble.member_views[0].device
-
-    @property
-    def batch_size(self) -> int:
-        """Number of requests that run together."""
-        return self._batch_size
-
-    @property
-    def max_length(self) -> int:
-        """Most ids of the primary in a request."""
-        if self._max_length is not None:
-            return self._max_length
-        pairs = zip(self.ensemble.members, self.ensemble.tokenizers, strict=True)
-        return int(min(resolve_max_length(model.config, tokenizer) for model, tokenizer in pairs))
-
-    @property
-    def max_gen_toks(self) -> int:
-        """Most new ids where a task does not say."""
-        return self._max_gen_toks
 
     @property
     def eot_token_id(self) -> int:

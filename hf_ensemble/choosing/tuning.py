@@ -142,21 +142,14 @@ def tune_method(
             else:
                 responses = []
                 began = time.perf_counter()
-                batches = run_batches(
-                    ensemble,
-                    prompts,
-                    max_new_tokens,
-                    batch_size,
-                    {**generate_options, "method": point_method, "weights": point_weights},
-                )
-                for batch in batches:
+                options = {**generate_options, "method": point_method, "weights": point_weights}
+                for batch in run_batches(ensemble, prompts, max_new_tokens, batch_size, options):
                     responses += batch
                     bar.update(len(batch))
                 seconds = time.perf_counter() - began
                 finished[name] = (responses, seconds)
                 if state is not None:
-                    point = {"point": json.loads(name), "responses": responses, "seconds": round(seconds, 3)}
-                    state.add(point)
+                    state.add({"point": json.loads(name), "responses": responses, "seconds": round(seconds, 3)})
             score = score_responses(responses, read, measure)
             table.append(TuningPoint(point_method, tuple(point_weights), score, seconds, tuple(responses)))
     return TuningResult(tuple(table), tuple(grid))

@@ -146,7 +146,7 @@ def read_set(
             break
         try:
             own_kind, item = _item(record, head, cue)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             if skip_damaged:
                 damaged.append(n)
                 continue
@@ -188,15 +188,9 @@ def _item(record: Mapping[str, Any], head: str, cue: str) -> tuple[Kind, Item]:
         continuations = tuple(space + choice for choice in choices)
         return "choices", Item(prompt, continuations, letters.index(record["answer"]), lengths=lengths)
     name = "answer" if is_asked else "reference" if "reference" in record else "answers"
-    accepted = _accepted(record[name])
-    return "questions", Item(prompt, (space + accepted[0],), accepted=accepted)
-
-
-def _accepted(answers: Any) -> tuple[str, ...]:
+    answers = record[name]
     accepted = tuple(map(_text, [answers] if isinstance(answers, str) else answers))
-    if not accepted:
-        raise ValueError("no accepted answer")
-    return accepted
+    return "questions", Item(prompt, (space + accepted[0],), accepted=accepted)
 
 
 def _text(value: Any, may_be_empty: bool = False) -> str:
