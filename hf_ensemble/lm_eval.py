@@ -12,6 +12,7 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -220,18 +221,13 @@ class EnsembleLM(TemplateLM):
         Returns:
             The natural log-probability of each text.
         """
-        windows: list[tuple[Ids, Ids]] = []
-        counts = []
+        windows: list[list[tuple[Ids, Ids]]] = []
         for request in requests:
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
-            new = [
-                make_disjoint_window(window)
-                for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-            ]
-            windows += new
-            counts.append(len(new))
-        found = iter(self._score(windows, disable_tqdm))
-        totals = [sum(next(found)[0] for _ in range(count)) for count in counts]
+            rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            windows.append(list(map(make_disjoint_window, rolling)))
+        found = iter(self._score(list(chain.from_iterable(windows)), disable_tqdm))
+        totals = [sum(next(found)[0] for _ in own) for own in windows]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals

@@ -119,7 +119,8 @@ def compare_members(
         if isinstance(prompts, str) or not prompts:
             raise ConfigurationError(f"`prompts` has to be a list of at least one text, but is {prompts!r:.200}.")
         prompts = [read_prompt(prompt, n) for n, prompt in enumerate(prompts)]
-        responses = run_members(ensemble, prompts, max_new_tokens, batch_size, options)
+        options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **options}
+        responses = run_members(ensemble, prompts, **options)
     elif max_new_tokens is not None or options:
         raise ConfigurationError("options of `generate` have no use without `prompts`.")
     lengths: Sequence[float | None] = [None] * len(members)

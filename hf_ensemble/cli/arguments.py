@@ -153,9 +153,7 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
 @contextlib.contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
     """Draw with a seed, and leave the random state of the process as it was."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
         yield

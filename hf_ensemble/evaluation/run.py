@@ -76,18 +76,22 @@ class _Job(NamedTuple):
     def run(self, items: Sequence[Item], batch_size: int) -> Iterator[list[Any]]:
         """Yield the outcomes of batches of examples, in their order."""
         model = self.runner.model
-        options: dict[str, Any] = {"method": self.runner.method, "weights": self.runner.weights}
+        options: dict[str, Any] = {
+            "method": self.runner.method,
+            "weights": self.runner.weights,
+            "batch_size": batch_size,
+        }
         if self.work == "write":
             prompts = [item.prompt for item in items]
-            options["stop_strings"] = self.evaluation_set.stop_strings
-            yield from run_batches(model, prompts, self.max_new_tokens, batch_size, options)
+            options |= {"max_new_tokens": self.max_new_tokens, "stop_strings": self.evaluation_set.stop_strings}
+            yield from run_batches(model, prompts, **options)
             return
         per_batch = max(1, batch_size // len(items[0].continuations))
         for start in range(0, len(items), per_batch):
             batch = items[start : start + per_batch]
             prompts = [item.prompt for item in batch for _ in item.continuations]
             continuations = [text for item in batch for text in item.continuations]
-            log_probs = iter(model.score(prompts, continuations, batch_size=batch_size, **options).log_probs.tolist())
+            log_probs = iter(model.score(prompts, continuations, **options).log_probs.tolist())
             yield [[next(log_probs) for _ in item.continuations] for item in batch]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ..config import check_positive_integer
 from ..errors import ConfigurationError
 from ..files import read_json_lines, read_text
 
@@ -127,8 +128,8 @@ def read_set(
     """
     if marking not in ("text", "number"):
         raise ConfigurationError(f"`marking` has to be 'text' or 'number', but is {marking!r}.")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise ConfigurationError(f"`limit` has to be a positive integer, but is {limit!r}.")
+    if limit is not None:
+        check_positive_integer("limit", limit)
     if isinstance(source, (str, os.PathLike)):
         name = Path(source).stem if name is None else name
         records = read_json_lines(source)
