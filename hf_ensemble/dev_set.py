@@ -173,11 +173,7 @@ def mean_lengths_of(responses: Sequence[Sequence[str]], count: int, each: str) -
 
 
 def run_batches(
-    ensemble: Any,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    batch_size: int,
-    options: Mapping[str, Any],
+    ensemble: Any, prompts: Sequence[str], *, max_new_tokens: int, batch_size: int, **options: Any
 ) -> Iterator[list[str]]:
     """Let an ensemble answer prompts in batches padded on the left, greedily unless options say other.
 
@@ -186,7 +182,7 @@ def run_batches(
         prompts: The prompts.
         max_new_tokens: Most ids of a response.
         batch_size: Number of prompts that run together.
-        options: Other options of `generate`.
+        **options: Other options of `generate`.
 
     Yields:
         The responses to each batch, without the prompts.
@@ -196,7 +192,7 @@ def run_batches(
     """
     check_positive_integer("max_new_tokens", max_new_tokens)
     check_positive_integer("batch_size", batch_size)
-    options = {"do_sample": False, **options, "max_new_tokens": max_new_tokens}
+    options = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
     tokenizer, device = ensemble.tokenizer, ensemble.member_views[0].device
     pad = tokenizer.pad_token_id or 0
     for start in range(0, len(prompts), batch_size):
@@ -211,21 +207,13 @@ def run_batches(
         yield tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
 
 
-def run_members(
-    ensemble: Any,
-    prompts: Sequence[str],
-    max_new_tokens: int | None,
-    batch_size: int,
-    options: Mapping[str, Any],
-) -> list[list[str]]:
+def run_members(ensemble: Any, prompts: Sequence[str], **options: Any) -> list[list[str]]:
     """Let every member alone answer the prompts, greedily unless options say other.
 
     Args:
         ensemble: An `EnsembleForCausalLM`.
         prompts: The prompts.
-        max_new_tokens: Most ids of a response.
-        batch_size: Number of prompts that run together.
-        options: Other options of `generate`.
+        **options: `max_new_tokens`, `batch_size` and other options, as in `run_batches`.
 
     Returns:
         For each member its response to each prompt.
@@ -233,7 +221,7 @@ def run_members(
     Raises:
         ConfigurationError: If `max_new_tokens` is missing, or an option names ids of one tokenizer.
     """
-    if max_new_tokens is None:
+    if options.get("max_new_tokens") is None:
         raise ConfigurationError("`max_new_tokens` must be given to run the members.")
     refuse_ids_of_one(options)
     count = len(ensemble.members)
@@ -241,7 +229,7 @@ def run_members(
     with logging.tqdm(total=count * len(prompts), desc="running members", unit="prompt") as bar:
         for index in range(count):
             responses.append([])
-            for batch in run_batches(ensemble.alone(index), prompts, max_new_tokens, batch_size, options):
+            for batch in run_batches(ensemble.alone(index), prompts, **options):
                 responses[-1] += batch
                 bar.update(len(batch))
     return responses

@@ -12,6 +12,7 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -116,9 +117,11 @@ class EnsembleLM(TemplateLM):
         self.ensemble = ensemble
         self.tokenizer = ensemble.tokenizer
         self._call: dict[str, Any] = {"method": config, "weights": shares}
-        self._batch_size = int(batch_size)
-        self._max_length = max_length
-        self._max_gen_toks = max_gen_toks
+        self.batch_size = int(batch_size)
+        pairs = zip(ensemble.members, ensemble.tokenizers, strict=True)
+        own_lengths = (resolve_max_length(model.config, tokenizer) for model, tokenizer in pairs)
+        self.max_length = min(own_lengths) if max_length is None else max_length
+        self.max_gen_toks = max_gen_toks
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "EnsembleLM":
@@ -141,24 +144,6 @@ class EnsembleLM(TemplateLM):
     def device(self) -> torch.device:
         """Where the primary's ids go."""
         return self.ensemble.member_views[0].device
-
-    @property
-    def batch_size(self) -> int:
-        """Number of requests that run together."""
-        return self._batch_size
-
-    @property
-    def max_length(self) -> int:
-        """Most ids of the primary in a request."""
-        if self._max_length is not None:
-            return self._max_length
-        pairs = zip(self.ensemble.members, self.ensemble.tokenizers, strict=True)
-        return int(min(resolve_max_length(model.config, tokenizer) for model, tokenizer in pairs))
-
-    @property
-    def max_gen_toks(self) -> int:
-        """Most new ids where a task does not say."""
-        return self._max_gen_toks
 
     @property
     def eot_token_id(self) -> int:
@@ -236,18 +221,13 @@ class EnsembleLM(TemplateLM):
         Returns:
             The natural log-probability of each text.
         """
-        windows: list[tuple[Ids, Ids]] = []
-        counts = []
+        windows: list[list[tuple[Ids, Ids]]] = []
         for request in requests:
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
-            new = [
-                make_disjoint_window(window)
-                for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-            ]
-            windows += new
-            counts.append(len(new))
-        found = iter(self._score(windows, disable_tqdm))
-        totals = [sum(next(found)[0] for _ in range(count)) for count in counts]
+            rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            windows.append(list(map(make_disjoint_window, rolling)))
+        found = iter(self._score(list(chain.from_iterable(windows)), disable_tqdm))
+        totals = [sum(next(found)[0] for _ in own) for own in windows]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals

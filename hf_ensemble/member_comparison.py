@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 from .dev_set import mean_lengths_of, read_prompt, run_members
@@ -118,13 +119,15 @@ def compare_members(
         if isinstance(prompts, str) or not prompts:
             raise ConfigurationError(f"`prompts` has to be a list of at least one text, but is {prompts!r:.200}.")
         prompts = [read_prompt(prompt, n) for n, prompt in enumerate(prompts)]
-        responses = run_members(ensemble, prompts, max_new_tokens, batch_size, options)
+        options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **options}
+        responses = run_members(ensemble, prompts, **options)
     elif max_new_tokens is not None or options:
         raise ConfigurationError("options of `generate` have no use without `prompts`.")
     lengths: Sequence[float | None] = [None] * len(members)
     if responses is not None:
         lengths = mean_lengths_of(responses, len(members), "member")
-    words = Counter(_common_words([member.encoder for member in members]) if text is None else text.split())
+    common = (islice(_words_of(member.encoder), _NUM_COMMON_WORDS) for member in members)
+    words = Counter(dict.fromkeys(chain.from_iterable(common), 1) if text is None else text.split())
     if text is not None and not words:
         raise ConfigurationError("`text` has no words.")
     cuts = [_cut(member.encoder, list(words)) for member in members]
@@ -181,23 +184,15 @@ def _whose_template(templates: Sequence[str | None], m: int) -> str:
     return "as the primary" if m and templates[m] == templates[0] else "own"
 
 
-def _common_words(encoders: Sequence[ByteEncoder]) -> list[str]:
-    """The first words of every vocabulary: entries of a space and two or more letters, in the order of ids.
+def _words_of(encoder: ByteEncoder) -> Iterator[str]:
+    """Words of a vocabulary, common ones first: entries of a space and two or more letters, in the order of ids.
 
     A tokenizer's training takes up frequent pieces first, and numbers them in that order.
     """
-    found: dict[str, None] = {}
-    for encoder in encoders:
-        token_bytes = encoder.token_bytes
-        own = []
-        for i in (token_bytes.kinds == TEXT).nonzero()[0].tolist():
-            text = token_bytes.entry(i).decode("utf-8", "replace")
-            if len(text) > 2 and text[0] == " " and text[1:].isalpha():
-                own.append(text[1:])
-                if len(own) == _NUM_COMMON_WORDS:
-                    break
-        found |= dict.fromkeys(own)
-    return list(found)
+    for i in (encoder.token_bytes.kinds == TEXT).nonzero()[0].tolist():
+        text = encoder.token_bytes.entry(i).decode("utf-8", "replace")
+        if len(text) > 2 and text[0] == " " and text[1:].isalpha():
+            yield text[1:]
 
 
 def _cut(encoder: ByteEncoder, words: Sequence[str]) -> _Cut:

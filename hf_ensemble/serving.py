@@ -112,16 +112,6 @@ class _OneManager(GenerateManager):
         return super().generate_streaming(stand_in, *args, **kwargs)
 
 
-class _OneState(GenerationState):
-    def __init__(self) -> None:
-        super().__init__()
-        self.manager = _OneManager()
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        """The manager of the one model."""
-        return self.manager
-
-
 class _Requests:
     """What a stock handler is given besides: a temperature samples, and a stream that cannot begin is an error."""
 
@@ -173,7 +163,8 @@ def build_app(ensemble: EnsembleForCausalLM, name: str | None = None, *, enable_
         enable_cors: Whether pages of other hosts may ask.
     """
     name = name or "+".join(member.name for member in ensemble.member_views)
-    manager, state = _OneEnsemble(ensemble, name), _OneState()
+    manager, state = _OneEnsemble(ensemble, name), GenerationState()
+    state._generate_managers[name] = _OneManager()
     handlers: dict[str, Any] = {
         "chat_handler": _Chat(manager, state),
         "completion_handler": _Completions(manager, state),
@@ -192,28 +183,20 @@ def build_app(ensemble: EnsembleForCausalLM, name: str | None = None, *, enable_
 def _answer_errors(app: Any) -> None:
     """Let errors that a request causes be answered with their text, where clients look for it."""
 
-    def answer(status: int, message: str) -> Any:
+    async def answer(request: Any, error: Any) -> Any:
+        status, message = 400, str(error)
+        if isinstance(error, HTTPException):
+            status, message = error.status_code, str(error.detail)
+        elif isinstance(error, KeyError):
+            message = f"the request has no {error}."
+        elif isinstance(error, MemberError) or not isinstance(error, refused):
+            status, message = 500, f"{type(error).__name__}: {error}"
         kind = "invalid_request_error" if status < 500 else "server_error"
         return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
 
-    async def refuse(request: Any, error: Exception) -> Any:
-        return answer(400, str(error))
-
-    async def say_what_lacks(request: Any, error: Exception) -> Any:
-        return answer(400, f"the request has no {error}.")
-
-    async def fail(request: Any, error: Exception) -> Any:
-        return answer(500, f"{type(error).__name__}: {error}")
-
-    async def pass_on(request: Any, error: Any) -> Any:
-        return answer(error.status_code, str(error.detail))
-
-    app.add_exception_handler(HTTPException, pass_on)
-    for kind in (RequestValidationError, ValueError, TypeError, TemplateError):
-        app.add_exception_handler(kind, refuse)
-    app.add_exception_handler(KeyError, say_what_lacks)
-    app.add_exception_handler(MemberError, fail)
-    app.add_exception_handler(Exception, fail)
+    refused = (RequestValidationError, ValueError, TypeError, TemplateError)
+    for kind in (HTTPException, KeyError, MemberError, *refused, Exception):
+        app.add_exception_handler(kind, answer)
 
 
 def serve(

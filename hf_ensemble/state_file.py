@@ -63,29 +63,23 @@ class StateFile:
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         parts: list[_Part] = []
-
-        def unreadable(n: int, error: Exception) -> ConfigurationError:
-            return ConfigurationError(
-                f"`state_file` {self.path} is no file of {_a(self.work)}: line {n} cannot be read ({error!r}). Name "
-                "another file."
-            )
-
         for n, line in enumerate(whole.splitlines(), start=1):
             try:
                 part = json.loads(line)
                 key = dict(part.pop(self.work))
+                if key == self.key:
+                    parts.append(parse(part))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise unreadable(n, error) from error
+                raise ConfigurationError(
+                    f"`state_file` {self.path} is no file of {_a(self.work)}: line {n} cannot be read ({error!r}). Name "
+                    "another file."
+                ) from error
             if key != self.key:
                 differing = [name for name in self.key if key.get(name) != self.key[name]]
                 raise ConfigurationError(
                     f"`state_file` {self.path} is of another {self.work}: other {', '.join(differing)}. Name another "
                     "file, or delete this one."
                 )
-            try:
-                parts.append(parse(part))
-            except (ValueError, KeyError, TypeError) as error:
-                raise unreadable(n, error) from error
         if len(whole) < len(data):
             if not whole and not data.startswith(b'{"%s":' % self.work.encode()):
                 raise ConfigurationError(f"`state_file` {self.path} is no file of {_a(self.work)}. Name another file.")

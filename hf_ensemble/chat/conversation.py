@@ -53,11 +53,6 @@ class Conversation:
         turn = [{"role": "system", "content": text}] if text else []
         return dataclasses.replace(self, messages=[*turn, *rest])
 
-    @property
-    def has_parts(self) -> bool:
-        """Whether the content of a turn is a list of parts."""
-        return any(isinstance(message.get("content"), list) for message in self.messages)
-
     def with_joined_parts(self) -> "Conversation":
         """The same with a turn's text parts joined, with nothing between them."""
         messages = []
@@ -67,11 +62,6 @@ class Conversation:
                 message = {**message, "content": "".join(part["text"] for part in content)}
             messages.append(message)
         return dataclasses.replace(self, messages=messages)
-
-    @property
-    def has_system(self) -> bool:
-        """Whether it has a system turn."""
-        return any(message["role"] == "system" for message in self.messages)
 
     def with_folded_system(self) -> "Conversation":
         """The same with every system turn put in front of the next user turn, a blank line between them."""

@@ -1,6 +1,7 @@
 """How one member reads a conversation: its template, its system prompt, its control tokens."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,10 +24,11 @@ _SIGNS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """Noncharacters, kept for a process's own use: no text has them."""
 
 
+@dataclass(frozen=True, eq=False)
 class ChatRenderer:
     """Renders conversations for one member.
 
-    Args:
+    Attributes:
         tokenizer: The member's tokenizer; only read.
         encoder: Encodes what the template rendered.
         name: The member's name, for errors.
@@ -35,21 +37,12 @@ class ChatRenderer:
         writable: Replaces what the member cannot write.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        encoder: RenderedEncoder,
-        name: str,
-        chat_template: str | None = None,
-        system_prompt: str | None = None,
-        writable: Callable[[str], str] | None = None,
-    ):
-        self.tokenizer = tokenizer
-        self.encoder = encoder
-        self.name = name
-        self.chat_template = chat_template
-        self.system_prompt = system_prompt
-        self._writable = writable
+    tokenizer: PreTrainedTokenizerBase
+    encoder: RenderedEncoder
+    name: str
+    chat_template: str | None = None
+    system_prompt: str | None = None
+    writable: Callable[[str], str] | None = None
 
     def text(self, conversation: Conversation) -> str:
         """Render to text, in which nothing tells control tokens from content that spells them.
@@ -66,8 +59,8 @@ class ChatRenderer:
             ConfigurationError: If the template refuses the conversation.
         """
         conversation = conversation.with_system_prompt(self.system_prompt)
-        if self._writable is not None:
-            conversation = conversation.with_strings(self._writable)
+        if self.writable is not None:
+            conversation = conversation.with_strings(self.writable)
         sign = _unused_sign(conversation)
         marked = conversation.with_strings(lambda text: self.encoder.mark(text, sign))
         text = self._render(marked)
@@ -81,13 +74,8 @@ class ChatRenderer:
 
     def _render(self, conversation: Conversation) -> str:
         """Render as given, else with parts joined, else with system turns folded: the first that the template takes."""
-        ways = [conversation]
-        if conversation.has_parts:
-            ways.append(conversation.with_joined_parts())
-        if conversation.has_system:
-            ways.append(conversation.with_folded_system())
         errors = []
-        for way in ways:
+        for way in (conversation, conversation.with_joined_parts(), conversation.with_folded_system()):
             try:
                 text = self._render_as_is(way)
             except (TemplateError, TypeError, ValueError) as error:

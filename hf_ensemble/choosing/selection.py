@@ -130,14 +130,14 @@ def select_members(
     names = _names_of(candidates)
     if (examples is None) == (scores is None):
         raise ConfigurationError("give either `scores`, or `examples` and a `metric` to measure them with.")
+    options = {"max_new_tokens": max_new_tokens, **generate_options}
     if examples is not None:
         if mean_lengths is not None or responses is not None:
             raise ConfigurationError("`mean_lengths` and `responses` are measured where `examples` are given.")
-        figures, responses = _measure(candidates, examples, metric, max_new_tokens, batch_size, generate_options)
+        figures, responses = _measure(candidates, examples, metric, {"batch_size": batch_size, **options})
     else:
         assert scores is not None
-        unused = {"metric": metric, "max_new_tokens": max_new_tokens, **generate_options}
-        if given := [name for name, value in unused.items() if value is not None]:
+        if given := [name for name, value in {"metric": metric, **options}.items() if value is not None]:
             raise ConfigurationError(f"`{given[0]}` has no use where `scores` are given.")
         figures = _figures("scores", scores, len(names))
         if 0 < max(figures) <= 1 < max_gap:
@@ -218,7 +218,7 @@ def _lengths(
 
 
 def _measure(
-    candidates: Any, examples: Iterable[Any], metric: Any, max_new_tokens: int | None, batch_size: int, options: Any
+    candidates: Any, examples: Iterable[Any], metric: Any, options: dict[str, Any]
 ) -> tuple[list[float], list[list[str]]]:
     """Run every candidate on the development set: their scores in points, and their responses."""
     if not isinstance(candidates, EnsembleForCausalLM):
@@ -227,7 +227,7 @@ def _measure(
         raise ConfigurationError("`metric` must be given with `examples`.")
     read = read_examples(examples)
     measure = read_metric(metric)
-    responses = run_members(candidates, [example.prompt for example in read], max_new_tokens, batch_size, options)
+    responses = run_members(candidates, [example.prompt for example in read], **options)
     values = [score_responses(texts, read, measure) for texts in responses]
     for member, value in zip(candidates.member_views, values, strict=True):
         if not 0 <= value <= 1:

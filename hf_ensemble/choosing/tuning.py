@@ -120,6 +120,7 @@ def tune_method(
     base_weights = ensemble.config.weights if weights is None else weights
     points = _points(grid, base, base_weights, len(ensemble.members))
     prompts = [example.prompt for example in read]
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **generate_options}
     state, finished = None, {}
     if state_file is not None:
         settings = {
@@ -127,7 +128,7 @@ def tune_method(
             "members": [describe_member(member) for member in ensemble.member_views],
             "prompts": prompts,
             "generation config": describe_generation_config(ensemble),
-            "options": {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **generate_options},
+            "options": options,
         }
         state = StateFile(state_file, settings)
         finished = dict(state.read(lambda part: _read_point(part, len(read))))
@@ -142,21 +143,14 @@ def tune_method(
             else:
                 responses = []
                 began = time.perf_counter()
-                batches = run_batches(
-                    ensemble,
-                    prompts,
-                    max_new_tokens,
-                    batch_size,
-                    {**generate_options, "method": point_method, "weights": point_weights},
-                )
-                for batch in batches:
+                own: dict[str, Any] = {"method": point_method, "weights": point_weights}
+                for batch in run_batches(ensemble, prompts, **options, **own):
                     responses += batch
                     bar.update(len(batch))
                 seconds = time.perf_counter() - began
                 finished[name] = (responses, seconds)
                 if state is not None:
-                    point = {"point": json.loads(name), "responses": responses, "seconds": round(seconds, 3)}
-                    state.add(point)
+                    state.add({"point": json.loads(name), "responses": responses, "seconds": round(seconds, 3)})
             score = score_responses(responses, read, measure)
             table.append(TuningPoint(point_method, tuple(point_weights), score, seconds, tuple(responses)))
     return TuningResult(tuple(table), tuple(grid))

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from ..config import METHODS, MemberConfig, MethodConfig, method_config
+from ..config import MemberConfig, MethodConfig, method_config
 from ..errors import ConfigurationError
 from ..files import read_text
 from ..model import EnsembleForCausalLM
@@ -30,21 +30,17 @@ def load_ensemble(args: argparse.Namespace, places: Sequence[int] | None = None)
         ConfigurationError: If a member cannot be loaded.
     """
     places = range(len(args.members)) if places is None else places
-    options: dict[str, Any] = {"method": read_method(args), "weights": getattr(args, "weights", None)}
-    for name in ("dtype", "device_map"):
-        given = _per_member(name, args, places)
-        if given is not None:
-            options[name] = given
-    revision = _per_member("revision", args, places)
-    if len(args.members) == 1:
-        source: Any = args.members[0]
-        if revision is not None:
-            options["revision"] = revision
-    else:
+    method = read_method(args)
+    given = {name: _per_member(name, args, places) for name in ("dtype", "device_map", "revision")}
+    options = {name: value for name, value in given.items() if value is not None}
+    source: Any = args.members[0]
+    if len(args.members) > 1:
+        revision = options.pop("revision", None)
         revisions = revision if isinstance(revision, list) else [revision] * len(places)
         paths = [args.members[place] for place in places]
         source = [MemberConfig(path=path, revision=own) for path, own in zip(paths, revisions, strict=True)]
-    return EnsembleForCausalLM.from_pretrained(source, **options)
+    weights = getattr(args, "weights", None)
+    return EnsembleForCausalLM.from_pretrained(source, method=method, weights=weights, **options)
 
 
 def _per_member(name: str, args: argparse.Namespace, places: Sequence[int]) -> Any:
@@ -69,17 +65,16 @@ def read_method(args: argparse.Namespace) -> MethodConfig | None:
         if pairs:
             raise UsageError(f"`--option {pairs[0]}` needs the `--method` that it belongs to.")
         return None
-    if name not in METHODS:
-        raise UsageError(f"unknown method {name!r}. Known methods: {', '.join(sorted(METHODS))}.")
-    hints = get_type_hints(METHODS[name])
-    known = [option.name for option in dataclasses.fields(METHODS[name])]
-    options = {}
-    for key, text in _pairs("option", pairs):
-        if key not in known:
-            raise UsageError(f"method {name!r} has no option {key!r}. Options: {', '.join(known) or 'none'}.")
-        options[key] = _read_value(f"--option {key}", text, hints[key])
     try:
-        return method_config({"name": name, **options})
+        kind = type(method_config(name))
+        hints = get_type_hints(kind)
+        known = [option.name for option in dataclasses.fields(kind)]
+        options = {}
+        for key, text in _pairs("option", pairs):
+            if key not in known:
+                raise UsageError(f"method {name!r} has no option {key!r}. Options: {', '.join(known) or 'none'}.")
+            options[key] = _read_value(f"--option {key}", text, hints[key])
+        return kind(**options)
     except ConfigurationError as error:
         raise UsageError(str(error)) from error
 
@@ -158,9 +153,7 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
 @contextlib.contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
     """Draw with a seed, and leave the random state of the process as it was."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
         yield

@@ -2,34 +2,12 @@
 
 import argparse
 import time
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..dev_set import refuse_ids_of_one
 from ..model import EnsembleForCausalLM
 from . import arguments
 from .output import json_line, output
-
-
-@dataclass(frozen=True)
-class _Text:
-    """What one of them wrote.
-
-    Attributes:
-        name: Of the member, or of the ensemble's method.
-        text: The new text.
-        num_tokens: Number of its ids, in the tokenizer that wrote it.
-        seconds: Time that it took, reading the prompt included.
-    """
-
-    name: str
-    text: str
-    num_tokens: int
-    seconds: float
-
-    def __str__(self) -> str:
-        per_token = f"{1000 * self.seconds / max(self.num_tokens, 1):.0f} ms a token"
-        return f"--- {self.name} ({self.num_tokens} tokens, {per_token})\n{self.text}\n"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -47,15 +25,22 @@ def run(args: argparse.Namespace) -> None:
         for prompt in prompts:
             texts = [_go_on(name, writer, prompt, options) for name, writer in writers]
             if args.json:
-                print(json_line({"prompt": prompt, "texts": [asdict(text) for text in texts]}), file=stream)
+                print(json_line({"prompt": prompt, "texts": texts}), file=stream)
             else:
-                print(f"=== {prompt}", *texts, sep="\n", file=stream)
+                print(f"=== {prompt}", *map(_block, texts), sep="\n", file=stream)
 
 
-def _go_on(name: str, ensemble: EnsembleForCausalLM, prompt: str, options: dict[str, Any]) -> _Text:
+def _block(text: dict[str, Any]) -> str:
+    per_token = f"{1000 * text['seconds'] / max(text['num_tokens'], 1):.0f} ms a token"
+    return f"--- {text['name']} ({text['num_tokens']} tokens, {per_token})\n{text['text']}\n"
+
+
+def _go_on(name: str, ensemble: EnsembleForCausalLM, prompt: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The new text, the number of its ids in the tokenizer that wrote it, and its seconds, reading included."""
     tokenizer: Any = ensemble.tokenizer
     inputs = tokenizer(prompt, return_tensors="pt").to(ensemble.member_views[0].device)
     start = time.perf_counter()
     ids = ensemble.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
     seconds = time.perf_counter() - start
-    return _Text(name, tokenizer.decode(ids, skip_special_tokens=True), len(ids), seconds)
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return {"name": name, "text": text, "num_tokens": len(ids), "seconds": seconds}

@@ -38,6 +38,5 @@ def _texts(
             conversation = [{"role": "system", "content": args.system}] if args.system is not None else []
             yield answer(ensemble, [*conversation, {"role": "user", "content": prompt}], options)
     else:
-        limit = options.pop("max_new_tokens")
-        for batch in run_batches(ensemble, prompts, limit, args.batch_size, options):
+        for batch in run_batches(ensemble, prompts, batch_size=args.batch_size, **options):
             yield from batch

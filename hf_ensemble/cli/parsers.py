@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 from .. import __version__
 
 # Spelled here, since the modules that know them import torch; `tests/cli/test_parsers.py` compares.
-METHODS = ("gac", "unite", "deepen", "mined", "eva", "sweetspan")
 METRICS = ("exact_match", "contains")
 MEASURES = ("exact_match", "accuracy", "normalized_accuracy", "bits_per_byte")
 
@@ -233,7 +232,7 @@ def _take_members(parser: argparse.ArgumentParser) -> None:
 
 def _take_method(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("method")
-    group.add_argument("--method", help=f"{', '.join(METHODS)} (default: as saved, else unite)")
+    group.add_argument("--method", help="name of a method; a wrong one shows them all (default: as saved, else unite)")
     group.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the method; can be repeated"
     )

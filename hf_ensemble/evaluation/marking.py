@@ -54,6 +54,11 @@ class Outcomes(NamedTuple):
     work: Work
     found: list[tuple[Any, float] | None]
 
+    @property
+    def ran(self) -> dict[int, tuple[Any, float]]:
+        """What was found, by the places of the examples that ran."""
+        return {n: found for n, found in enumerate(self.found) if found is not None}
+
 
 @dataclass(frozen=True)
 class Result:
@@ -97,40 +102,39 @@ def mark(outcomes: Sequence[Outcomes], measures: Collection[str]) -> list[Result
         The results by set, measure and system.
     """
     results: list[Result] = []
-    groups: dict[tuple[str, str], list[tuple[Outcomes, list[float | None]]]] = {}
+    groups: dict[tuple[str, str], list[tuple[Outcomes, _Values]]] = {}
     for own in outcomes:
+        items = own.evaluation_set.items
         for measure in _MEASURES_OF[own.evaluation_set.kind, own.work]:
-            if measure not in measures:
-                continue
-            values = [
-                None if found is None else _value(measure, own.evaluation_set, item, found[0])
-                for item, found in zip(own.evaluation_set.items, own.found, strict=True)
-            ]
-            groups.setdefault((own.evaluation_set.name, measure), []).append((own, values))
+            if measure in measures:
+                values = {n: _value(measure, own.evaluation_set, items[n], found) for n, (found, _) in own.ran.items()}
+                groups.setdefault((own.evaluation_set.name, measure), []).append((own, values))
     for (set_name, measure), group in groups.items():
-        sizes = _sizes(measure, group[0][0].evaluation_set)
+        items = group[0][0].evaluation_set.items
+        sizes = [_size(measure, item) for item in items]
         estimates = [_estimate(measure, values, sizes) for _, values in group]
         best = _best_member(measure, group, estimates)
         for n, (own, values) in enumerate(group):
-            difference = None
-            if best is not None and n != best:
-                difference = _difference(measure, values, group[best][1], sizes)
-            ran = [(item, f) for item, f in zip(own.evaluation_set.items, own.found, strict=True) if f is not None]
+            of_best = {} if best in (None, n) else group[best][1]
             results.append(
                 Result(
                     system=own.system.name,
                     is_member=own.system.is_member,
                     set_name=set_name,
                     measure=measure,
-                    count=len(ran),
-                    num_examples=len(values),
+                    count=len(values),
+                    num_examples=len(items),
                     estimate=estimates[n],
-                    difference=difference,
-                    num_without=sum(_has_none(measure, own, item, f[0]) for item, f in ran),
-                    seconds=math.fsum(f[1] for _, f in ran),
+                    difference=_difference(measure, values, of_best, sizes),
+                    num_without=sum(_has_none(measure, own, items[m], found) for m, (found, _) in own.ran.items()),
+                    seconds=math.fsum(seconds for _, seconds in own.ran.values()),
                 )
             )
     return results
+
+
+_Values = dict[int, float]
+"""What each example that ran is worth, by its place in the set."""
 
 
 def _value(measure: str, evaluation_set: EvaluationSet, item: Item, found: Any) -> float:
@@ -146,10 +150,8 @@ def _value(measure: str, evaluation_set: EvaluationSet, item: Item, found: Any) 
     return float(scores.index(max(scores)) == item.right)
 
 
-def _sizes(measure: str, evaluation_set: EvaluationSet) -> list[float]:
-    if measure != "bits per byte":
-        return [1.0] * len(evaluation_set.items)
-    return [float(len(item.continuations[item.right].encode())) for item in evaluation_set.items]
+def _size(measure: str, item: Item) -> int:
+    return len(item.continuations[item.right].encode()) if measure == "bits per byte" else 1
 
 
 def _has_none(measure: str, outcomes: Outcomes, item: Item, found: Any) -> bool:
@@ -158,37 +160,24 @@ def _has_none(measure: str, outcomes: Outcomes, item: Item, found: Any) -> bool:
     return bool((found[item.right] if measure == "bits per byte" else max(found)) == -math.inf)
 
 
-def _estimate(measure: str, values: Sequence[float | None], sizes: Sequence[float]) -> Estimate:
-    ran = [(value, size) for value, size in zip(values, sizes, strict=True) if value is not None]
-    if not ran:
+def _estimate(measure: str, values: _Values, sizes: Sequence[int]) -> Estimate:
+    if not values:
         return NO_ESTIMATE
-    numbers, own_sizes = zip(*ran, strict=True)
     if measure == "bits per byte":
-        return ratio(numbers, own_sizes, least=0.0)
-    return share(int(sum(numbers)), len(numbers))
+        return ratio(list(values.values()), [sizes[n] for n in values], least=0.0)
+    return share(int(sum(values.values())), len(values))
 
 
-def _difference(
-    measure: str, values: Sequence[float | None], others: Sequence[float | None], sizes: Sequence[float]
-) -> Estimate | None:
-    ran = [
-        (value - other, size)
-        for value, other, size in zip(values, others, sizes, strict=True)
-        if value is not None and other is not None
-    ]
-    if not ran:
+def _difference(measure: str, values: _Values, others: _Values, sizes: Sequence[int]) -> Estimate | None:
+    both = [n for n in values if n in others]
+    if not both:
         return None
-    numbers, own_sizes = zip(*ran, strict=True)
     most = math.inf if measure == "bits per byte" else 1.0
-    return ratio(numbers, own_sizes, -most, most)
+    return ratio([values[n] - others[n] for n in both], [sizes[n] for n in both], -most, most)
 
 
-def _best_member(
-    measure: str, group: Sequence[tuple[Outcomes, list[float | None]]], estimates: Sequence[Estimate]
-) -> int | None:
+def _best_member(measure: str, group: Sequence[tuple[Outcomes, _Values]], estimates: Sequence[Estimate]) -> int | None:
     """Place of the best member among those that ran on the most examples."""
-    counts = [sum(value is not None for value in values) for _, values in group]
-    members = [n for n, (own, _) in enumerate(group) if own.system.is_member and counts[n]]
-    most = max((counts[n] for n in members), default=0)
     sign = -1 if measure == "bits per byte" else 1
-    return max((n for n in members if counts[n] == most), key=lambda n: sign * estimates[n].value, default=None)
+    members = [n for n, (own, values) in enumerate(group) if own.system.is_member and values]
+    return max(members, key=lambda n: (len(group[n][1]), sign * estimates[n].value), default=None)

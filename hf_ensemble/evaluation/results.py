@@ -48,8 +48,9 @@ class Evaluation:
         """
         seconds: dict[str, float] = {}
         for own in outcomes:
-            seconds[own.system.name] = seconds.get(own.system.name, 0.0) + math.fsum(f[1] for f in own.found if f)
-        is_complete = all(f is not None for own in outcomes for f in own.found)
+            new = math.fsum(spent for _, spent in own.ran.values())
+            seconds[own.system.name] = seconds.get(own.system.name, 0.0) + new
+        is_complete = all(len(own.ran) == len(own.found) for own in outcomes)
         return cls(tuple(mark(outcomes, measures)), is_complete, seconds, tuple(unmeasured))
 
     def __getitem__(self, key: tuple[str, str, str]) -> Result:
@@ -64,14 +65,9 @@ class Evaluation:
         rows = [["set", "measure", "", "value", "95 %", "to the best member", "95 %", "examples", "seconds"]]
         for result in self.results:
             value, interval = _written(result.measure, result.estimate)
-            difference, of_difference = ("", "")
-            if result.difference is not None:
-                difference, of_difference = _written(result.measure, result.difference, signed=True)
-            count = (
-                str(result.count)
-                if result.count == result.num_examples
-                else f"{result.count} of {result.num_examples}"
-            )
+            difference, of_difference = _written(result.measure, result.difference, signed=True)
+            of_all = "" if result.count == result.num_examples else f" of {result.num_examples}"
+            count = f"{result.count}{of_all}"
             if result.num_without:
                 count += f", {result.num_without} without probability"
             head = [result.set_name, result.measure, result.system]
@@ -152,8 +148,10 @@ def _record(result: Result) -> dict[str, Any]:
     }
 
 
-def _written(measure: str, estimate: Estimate, signed: bool = False) -> tuple[str, str]:
+def _written(measure: str, estimate: Estimate | None, signed: bool = False) -> tuple[str, str]:
     """The value and its interval, shares in percent."""
+    if estimate is None:
+        return "", ""
     factor, digits = (1, 3) if measure == "bits per byte" else (100, 1)
     if math.isnan(estimate.value):
         return "-", ""

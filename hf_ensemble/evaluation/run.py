@@ -76,18 +76,22 @@ class _Job(NamedTuple):
     def run(self, items: Sequence[Item], batch_size: int) -> Iterator[list[Any]]:
         """Yield the outcomes of batches of examples, in their order."""
         model = self.runner.model
-        options: dict[str, Any] = {"method": self.runner.method, "weights": self.runner.weights}
+        options: dict[str, Any] = {
+            "method": self.runner.method,
+            "weights": self.runner.weights,
+            "batch_size": batch_size,
+        }
         if self.work == "write":
             prompts = [item.prompt for item in items]
-            options["stop_strings"] = self.evaluation_set.stop_strings
-            yield from run_batches(model, prompts, self.max_new_tokens, batch_size, options)
+            options |= {"max_new_tokens": self.max_new_tokens, "stop_strings": self.evaluation_set.stop_strings}
+            yield from run_batches(model, prompts, **options)
             return
         per_batch = max(1, batch_size // len(items[0].continuations))
         for start in range(0, len(items), per_batch):
             batch = items[start : start + per_batch]
             prompts = [item.prompt for item in batch for _ in item.continuations]
             continuations = [text for item in batch for text in item.continuations]
-            log_probs = iter(model.score(prompts, continuations, batch_size=batch_size, **options).log_probs.tolist())
+            log_probs = iter(model.score(prompts, continuations, **options).log_probs.tolist())
             yield [[next(log_probs) for _ in item.continuations] for item in batch]
 
 
@@ -152,7 +156,7 @@ def evaluate(
         for runner in runners
     ]
     outcomes: list[Outcomes] = []
-    clock = _Clock(time_limit)
+    began, longest = time.perf_counter(), 0.0
     total = sum(len(job.evaluation_set.items) for job in jobs)
     with logging.tqdm(total=total, desc="evaluating", unit="example") as bar:
         for job in jobs:
@@ -165,8 +169,12 @@ def evaluate(
             order = sorted(missing, key=lambda key: -job.length(missing[key]))
             batches = job.run([missing[key] for key in order], batch_size)
             done = 0
-            while done < len(order) and clock.allows_another():
-                batch, seconds = clock.time(batches)
+            # A batch like the longest so far has to end in time.
+            while done < len(order) and (time_limit is None or time.perf_counter() - began + longest < time_limit):
+                batch_began = time.perf_counter()
+                batch = next(batches)
+                seconds = time.perf_counter() - batch_began
+                longest = max(longest, seconds)
                 kept.add(label, dict(zip(order[done : done + len(batch)], batch, strict=True)), seconds)
                 done += len(batch)
                 bar.update(len(batch))
@@ -216,27 +224,6 @@ class _Kept:
         outcomes = dict(part["outcomes"])
         each = float(part["seconds"]) / max(1, len(outcomes))
         self.of(part["label"]).update((key, (outcome, each)) for key, outcome in outcomes.items())
-
-
-class _Clock:
-    """Says whether there is time for another batch."""
-
-    def __init__(self, limit: float | None):
-        self.limit = limit
-        self.began = time.perf_counter()
-        self.longest = 0.0
-
-    def allows_another(self) -> bool:
-        """Whether a batch like the longest so far would end in time."""
-        return self.limit is None or time.perf_counter() - self.began + self.longest < self.limit
-
-    def time(self, batches: Iterator[list[Any]]) -> tuple[list[Any], float]:
-        """The next batch, and its seconds."""
-        began = time.perf_counter()
-        batch = next(batches)
-        seconds = time.perf_counter() - began
-        self.longest = max(self.longest, seconds)
-        return batch, seconds
 
 
 def _runners(

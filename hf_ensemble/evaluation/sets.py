@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ..config import check_positive_integer
 from ..errors import ConfigurationError
 from ..files import read_json_lines, read_text
 
@@ -127,8 +128,8 @@ def read_set(
     """
     if marking not in ("text", "number"):
         raise ConfigurationError(f"`marking` has to be 'text' or 'number', but is {marking!r}.")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise ConfigurationError(f"`limit` has to be a positive integer, but is {limit!r}.")
+    if limit is not None:
+        check_positive_integer("limit", limit)
     if isinstance(source, (str, os.PathLike)):
         name = Path(source).stem if name is None else name
         records = read_json_lines(source)
@@ -146,7 +147,7 @@ def read_set(
             break
         try:
             own_kind, item = _item(record, head, cue)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             if skip_damaged:
                 damaged.append(n)
                 continue
@@ -188,15 +189,9 @@ def _item(record: Mapping[str, Any], head: str, cue: str) -> tuple[Kind, Item]:
         continuations = tuple(space + choice for choice in choices)
         return "choices", Item(prompt, continuations, letters.index(record["answer"]), lengths=lengths)
     name = "answer" if is_asked else "reference" if "reference" in record else "answers"
-    accepted = _accepted(record[name])
-    return "questions", Item(prompt, (space + accepted[0],), accepted=accepted)
-
-
-def _accepted(answers: Any) -> tuple[str, ...]:
+    answers = record[name]
     accepted = tuple(map(_text, [answers] if isinstance(answers, str) else answers))
-    if not accepted:
-        raise ValueError("no accepted answer")
-    return accepted
+    return "questions", Item(prompt, (space + accepted[0],), accepted=accepted)
 
 
 def _text(value: Any, may_be_empty: bool = False) -> str:

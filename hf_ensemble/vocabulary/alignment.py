@@ -115,31 +115,29 @@ def _build_nearest(union: UnionVocabulary, member: int) -> np.ndarray:
 
 def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.ndarray:
     """The place of the nearest of `choices` to each of `entries`; of several, the first."""
-    texts, choice_texts = _decoded(entries), _decoded(choices)
-    is_text = np.array([text is not None for text in texts])
-    choice_is_text = np.array([text is not None for text in choice_texts])
+    is_text, choice_is_text = (np.array([_is_text(entry) for entry in some]) for some in (entries, choices))
     distances = np.full(len(entries), np.iinfo(np.int64).max)
     places = np.full(len(entries), len(choices))
 
-    def compare(queries: np.ndarray, spelled: Sequence[str], among: np.ndarray, spelled_among: Sequence[str]) -> None:
-        unique = {text: n for n, text in enumerate(dict.fromkeys(spelled))}
-        found, at = _nearest_texts(list(unique), spelled_among)
-        back = np.array([unique[text] for text in spelled], dtype=np.int64)
-        _put_nearer(distances, places, queries, found[back], among[at[back]])
-
-    if is_text.any() and choice_is_text.any():
-        known_texts = [text for text in choice_texts if text is not None]
+    def compare(queries: np.ndarray, among: np.ndarray, encoding: str) -> None:
+        rows, columns = np.flatnonzero(queries), np.flatnonzero(among)
+        if not len(rows) or not len(columns):
+            return
+        texts = [choices[n].decode(encoding) for n in columns.tolist()]
         # Characters that none of the choices has are all alike, which leaves far fewer texts to compare.
-        known = set().union(*known_texts)
+        known = set().union(*texts)
         unlike = next(chr(code) for code in itertools.count() if chr(code) not in known)
-        spelled = ["".join(char if char in known else unlike for char in text) for text in texts if text is not None]
-        compare(np.flatnonzero(is_text), spelled, np.flatnonzero(choice_is_text), known_texts)
-    for queries, among in ((is_text, ~choice_is_text), (~is_text, np.ones_like(choice_is_text))):
-        if queries.any() and among.any():
-            # One character a byte.
-            spelled = [entries[n].decode("latin-1") for n in np.flatnonzero(queries).tolist()]
-            spelled_among = [choices[n].decode("latin-1") for n in np.flatnonzero(among).tolist()]
-            compare(np.flatnonzero(queries), spelled, np.flatnonzero(among), spelled_among)
+        read = (entries[n].decode(encoding) for n in rows.tolist())
+        spelled = ["".join(char if char in known else unlike for char in text) for text in read]
+        unique = {text: n for n, text in enumerate(dict.fromkeys(spelled))}
+        found, at = _nearest_texts(list(unique), texts)
+        back = np.array([unique[text] for text in spelled], dtype=np.int64)
+        _put_nearer(distances, places, rows, found[back], columns[at[back]])
+
+    compare(is_text, choice_is_text, "utf-8")
+    # One character a byte.
+    compare(is_text, ~choice_is_text, "latin-1")
+    compare(~is_text, np.ones_like(choice_is_text), "latin-1")
     return places
 
 
@@ -152,14 +150,8 @@ def _put_nearer(
     distances[rows], places[rows] = found[better], at[better]
 
 
-def _decoded(entries: Sequence[bytes]) -> list[str | None]:
-    texts: list[str | None] = []
-    for entry in entries:
-        try:
-            texts.append(entry.decode())
-        except UnicodeDecodeError:
-            texts.append(None)
-    return texts
+def _is_text(entry: bytes) -> bool:
+    return entry.decode(errors="ignore").encode() == entry
 
 
 def _nearest_texts(queries: Sequence[str], choices: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

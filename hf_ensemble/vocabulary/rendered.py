@@ -127,22 +127,13 @@ class RenderedEncoder:
 
 def _bare_view(backend: Tokenizer) -> Tokenizer:
     view = Tokenizer(backend.model)
-    if backend.normalizer is not None:
-        view.normalizer = backend.normalizer
-    if backend.pre_tokenizer is not None:
-        view.pre_tokenizer = backend.pre_tokenizer
+    view.normalizer = backend.normalizer
+    view.pre_tokenizer = backend.pre_tokenizer
     return view
 
 
 def _renamed(token: AddedToken, name: str) -> AddedToken:
-    return AddedToken(
-        name,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=token.normalized,
-        special=True,
-    )
+    return AddedToken(**{**token.__getstate__(), "content": name, "special": True})
 
 
 def _each_start(surfaces: Collection[str]) -> re.Pattern[str]:

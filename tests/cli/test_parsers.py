@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hf_ensemble.cli import parsers
-from hf_ensemble.config import METHODS
 from hf_ensemble.dev_set import METRICS
 from hf_ensemble.evaluation.marking import MEASURES
 from hf_ensemble.evaluation.plots import PLOT_ENDINGS
@@ -83,7 +82,6 @@ def test_every_other_program_has_all_names(name, tmp_path):
 
 
 def test_help_names_what_the_library_has():
-    assert set(parsers.METHODS) == set(METHODS)
     assert set(parsers.METRICS) == set(METRICS)
     assert [name.replace("_", " ") for name in parsers.MEASURES] == list(MEASURES)
     text = COMMANDS["eval"].format_help()

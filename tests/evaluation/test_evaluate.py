@@ -100,7 +100,7 @@ def scripted(ensemble, monkeypatch):
         factor = 1.0 if self is ensemble else 2.0
         return Scores([factor * log_probs.get(text, -4.0) for text in continuations])
 
-    def run_batches(model, prompts, max_new_tokens, batch_size, options):
+    def run_batches(model, prompts, *, batch_size, **options):
         for start in range(0, len(prompts), batch_size):
             batch = prompts[start : start + batch_size]
             calls.append(("write", model is ensemble, list(batch)))
