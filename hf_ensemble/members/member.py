@@ -66,7 +66,6 @@ class Member(MemberModel):
         self.encoder = ByteEncoder(
             tokenizer, TokenBytes(tokenizer, num_ids=self.vocab_size, end_ids=self.eos_token_ids, name=self.name)
         )
-
         token_bytes = self.encoder.token_bytes
         self.renderer = ChatRenderer(
             tokenizer,
