@@ -9,8 +9,8 @@ from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, 
 
 from ..config import EnsembleConfig
 from ..errors import ConfigurationError
+from ..vocabulary.backend import without_dropout
 from ..vocabulary.rendered import RenderedEncoder
-from ..vocabulary.store import without_dropout
 from .conversation import read_conversations
 from .memory import remember
 from .rendering import ChatRenderer

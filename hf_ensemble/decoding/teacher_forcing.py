@@ -124,7 +124,7 @@ class ForcedMember:
             for step in range(start, min(stop, self._texts[row].num_steps))
             if self._texts[row].tails[step] and not self._texts[row].sits_out[step]
         ]
-        if branches and self.member.cache_mode not in ("static", "repack"):
+        if branches and self._state.cache_mode not in ("static", "repack"):
             # States that cannot be cut follow the text as it grows.
             for step in range(start, stop):
                 self._run_step(step)

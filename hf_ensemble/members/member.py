@@ -9,9 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import messages
 from ..chat.rendering import ChatRenderer
+from ..vocabulary.backend import without_dropout
 from ..vocabulary.encoding import ByteEncoder
 from ..vocabulary.rendered import RenderedEncoder
-from ..vocabulary.store import without_dropout
 from ..vocabulary.token_bytes import CONTROL, TokenBytes
 from .cache_probe import NUM_TRIAL_IDS, find_cache_mode
 from .cached_rows import CachedRows
@@ -66,7 +66,6 @@ class Member(MemberModel):
         self.encoder = ByteEncoder(
             tokenizer, TokenBytes(tokenizer, num_ids=self.vocab_size, end_ids=self.eos_token_ids, name=self.name)
         )
-
         token_bytes = self.encoder.token_bytes
         self.renderer = ChatRenderer(
             tokenizer,

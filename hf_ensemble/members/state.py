@@ -46,9 +46,14 @@ class MemberState(Generic[C]):
         return self.member.new_rows(len(self.contexts), self._num_expected, self._mode)
 
     @property
+    def cache_mode(self) -> str:
+        """How its caches follow a text; see `Member.cache_mode`."""
+        return self._rows.mode
+
+    @property
     def is_captured(self) -> bool:
         """Whether its steps run as CUDA graphs."""
-        return self._rows.mode == "static"
+        return self.cache_mode == "static"
 
     def logits(self, num_last: int | Sequence[int] = 1, rows: Sequence[int] | None = None) -> Tensor:
         """Bring rows to their contexts and return the logits after their last ids.
@@ -113,15 +118,12 @@ class MemberState(Generic[C]):
         Returns:
             Whether it was started.
         """
-        if not self._lengths:
-            return False  # nothing has been read
-        if any(
-            not len(context.ids) == length == context.num_kept
+        has_read_all = self._lengths and all(
+            len(context.ids) == length == context.num_kept
             for context, length in zip(self.contexts, self._lengths, strict=True)
-        ):
-            return False
+        )
         limit = self.member.max_positions
-        if limit is not None and max(self._lengths) >= limit:
+        if not has_read_all or (limit is not None and max(self._lengths) >= limit):
             return False
         logits = self._rows.run_ahead(last_ids)
         if logits is None:

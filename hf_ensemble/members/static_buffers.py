@@ -166,18 +166,14 @@ class StaticBuffers:
             if step is None:
                 self._warm.add(key)
                 there = packed.to(self.device)
-                if last_ids is not None:
-                    there[: len(last_ids), 0] = last_ids
-                return self._step(there, num_logits)
-            step.packed.copy_(packed.pin_memory(), non_blocking=True)
+            else:
+                there = step.packed.copy_(packed.pin_memory(), non_blocking=True)
             if last_ids is not None:
-                step.packed[: len(last_ids), 0] = last_ids
-            assert self._stream is not None
-            with lock_of(self._stream):
-                self._stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self._stream):
-                    step.graph.replay()
-            self._is_running = True
+                there[: len(last_ids), 0] = last_ids
+            if step is None:
+                return self._step(there, num_logits)
+            with self.beside():
+                step.graph.replay()
             return step.logits
 
     def wait(self) -> None:
@@ -224,12 +220,8 @@ class StaticBuffers:
     @contextmanager
     def _context(self) -> Iterator[None]:
         # Buffers live longer than a call, so they must not be tied to its inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            if self._is_cuda:
-                with torch.cuda.device(self.device):
-                    yield
-            else:
-                yield
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self.device if self._is_cuda else -1):
+            yield
 
     def _step(self, packed: Tensor, num_logits: int) -> Tensor:
         ids, starts = packed[:, :-1], packed[:, -1:]

@@ -7,6 +7,8 @@ from functools import cached_property
 
 from tokenizers import AddedToken, Tokenizer
 
+from .backend import bare_view, prefix_ids
+
 
 class RenderedEncoder:
     """Encodes rendered conversations with one tokenizer, as the tokenizer itself does, but for content.
@@ -99,18 +101,14 @@ class RenderedEncoder:
     @property
     def start(self) -> str:
         """The control tokens that the tokenizer puts in front of a text (its BOS rule)."""
-        view = _bare_view(self._backend)
-        view.post_processor = self._backend.post_processor
-        encoded = view.encode("a", add_special_tokens=True)
-        first_text = encoded.special_tokens_mask.index(0) if 0 in encoded.special_tokens_mask else 0
-        return "".join(self._control.get(i, "") for i in encoded.ids[:first_text])
+        return "".join(self._control.get(i, "") for i in prefix_ids(bare_view(self._backend), self._backend))
 
     def _name(self, i: int) -> str:
         return f"\U0010fffe{self._secret}:{i}\U0010ffff"
 
     @cached_property
     def _view(self) -> Tokenizer:
-        view = _bare_view(self._backend)
+        view = bare_view(self._backend)
         vocab = self._backend.get_vocab(with_added_tokens=False)
         # New tokens are numbered from the count of the model's, so holes in its ids are filled first.
         num_holes = max(0, max(vocab.values(), default=-1) + 1 - len(vocab))
@@ -123,13 +121,6 @@ class RenderedEncoder:
         names = {i: self._name(i) if i in self._control else token.content for i, token in self._added.items()}
         found = {self._view.token_to_id(name): i for i, name in names.items()}
         return {new: old for new, old in found.items() if new is not None and new != old}
-
-
-def _bare_view(backend: Tokenizer) -> Tokenizer:
-    view = Tokenizer(backend.model)
-    view.normalizer = backend.normalizer
-    view.pre_tokenizer = backend.pre_tokenizer
-    return view
 
 
 def _renamed(token: AddedToken, name: str) -> AddedToken:

@@ -1,6 +1,5 @@
 """Vocabulary maps on disk: safetensors files under a key of everything that they depend on."""
 
-import copy
 import hashlib
 import json
 import os
@@ -13,11 +12,10 @@ import numpy as np
 from huggingface_hub import constants
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from .. import messages
-from ..errors import VocabularyError
+from .backend import bare_view, component_state, fast_backend
 
 _SCHEMA = 1
 """Part of every key: raise it when what is stored, or how it is computed, changes."""
@@ -97,12 +95,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         components = (backend.normalizer, backend.pre_tokenizer, backend.decoder, backend.post_processor)
         added = {i: token.__getstate__() for i, token in backend.get_added_tokens_decoder().items()}
         sample = [backend.id_to_token(i) for i in range(0, size, _PROBE_STEP)]
-        view = Tokenizer(backend.model)  # without the user's padding and truncation
-        if backend.normalizer is not None:
-            view.normalizer = backend.normalizer
-        if backend.pre_tokenizer is not None:
-            view.pre_tokenizer = backend.pre_tokenizer
-        probe = view.encode(_PROBE_TEXT, add_special_tokens=False).ids
+        probe = bare_view(backend).encode(_PROBE_TEXT, add_special_tokens=False).ids
         state = [
             type(backend.model).__name__,
             size,
@@ -119,27 +112,3 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         digest.update(json.dumps(state).encode() + rest.encode())
     digest.update(json.dumps([tokenizer.all_special_ids, tokenizer.unk_token_id]).encode())
     return digest.hexdigest()
-
-
-def fast_backend(tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> Any:
-    """Return the `tokenizers.Tokenizer` behind a tokenizer, without dropout, or raise naming it."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise VocabularyError(
-            f"the tokenizer of {name or tokenizer.name_or_path!r} cannot be understood: {type(tokenizer).__name__} has "
-            "no fast backend. Load a fast tokenizer (one saved with a tokenizer.json)."
-        )
-    return without_dropout(backend)
-
-
-def without_dropout(backend: Any) -> Any:
-    """The tokenizer itself, or, where it would leave out merges at random as for training, a copy that does not."""
-    if getattr(backend.model, "dropout", None):
-        backend = copy.deepcopy(backend)
-        backend.model.dropout = None
-    return backend
-
-
-def component_state(component: Any) -> dict[str, Any] | None:
-    """The JSON description of a normalizer, pre-tokenizer, decoder or post-processor; None for none."""
-    return None if component is None else json.loads(component.__getstate__())

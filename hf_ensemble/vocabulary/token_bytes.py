@@ -12,7 +12,8 @@ from tokenizers import AddedToken, decoders
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import VocabularyError
-from .store import component_state, fast_backend, load_arrays, save_arrays, store_key, tokenizer_fingerprint
+from .backend import component_state, fast_backend, flatten_component
+from .store import load_arrays, save_arrays, store_key, tokenizer_fingerprint
 
 NO_TOKEN, TEXT, CONTROL = 0, 1, 2
 """Kinds of id: without a token (it never takes part), writing text, writing nothing."""
@@ -251,15 +252,6 @@ def _control_ids(
     """
     control = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
     return control | {i for i in end_ids if i in added and added[i].content.strip()}
-
-
-def flatten_component(state: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """Spread a component's description, whose sequences stand under `key`, into a list."""
-    if state is None:
-        return []
-    if state["type"] != "Sequence":
-        return [state]
-    return [part for inner in state[key] for part in flatten_component(inner, key)]
 
 
 def _gpt2_alphabet() -> np.ndarray:

@@ -84,8 +84,14 @@ WRAPPERS = {
 
 
 @torch.compiler.set_stance("force_eager")  # compiling takes minutes
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("architecture", ["gpt2", "gemma3", "mamba"])
+@pytest.mark.parametrize(
+    ("architecture", "wrapper"),
+    [
+        pytest.param(name, wrapper, marks=[] if name == "gpt2" or wrapper == "names some" else [pytest.mark.slow])
+        for name in ("gpt2", "gemma3", "mamba")
+        for wrapper in WRAPPERS
+    ],
+)
 def test_a_wrapped_member_is_the_member(architecture, wrapper):
     """J3: Learned positions, windows and recurrent states of rows that are padded, in the decoding loop and beside it."""
     model = getattr(tiny, f"tiny_{architecture}")(tokenizer_of("small"), seed=7)
@@ -255,8 +261,14 @@ def apertus():
         return transformers.Apertus1p5TextForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("make", [narrow, apertus])
-@pytest.mark.parametrize("method", [*TOKEN_METHODS, "sweetspan"])
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [
+        *((narrow, method) for method in (*TOKEN_METHODS, "sweetspan")),
+        (apertus, "gac"),
+        *(pytest.param(apertus, method, marks=pytest.mark.slow) for method in (*TOKEN_METHODS[1:], "sweetspan")),
+    ],
+)
 def test_the_width_of_the_head_is_what_counts(method, make):
     """J6: By every method, as the primary and as the assistant."""
     model = make()

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_ensemble.vocabulary.encoding import _CHUNK, _SEPARATOR, split_begun_character
+from hf_ensemble.vocabulary.encoding import split_begun_character
 from hf_ensemble.vocabulary.token_bytes import CONTROL, TEXT
+from hf_ensemble.vocabulary.tokenizer_views import _CHUNK, SEPARATOR
 from tests import tiny
 
 from .material import (
@@ -116,7 +117,7 @@ def test_a_batch_is_encoded_as_each_of_it_alone(name, batch):
 def test_neighbours_in_a_batch_do_not_act_on_one_another(name):
     encoder = family_encoder(name)
     spelled = [token.content for token in encoder.token_bytes.added.values()]
-    texts = ["", " ", "the", "\u0301", "e", "\n", _SEPARATOR, f"a{_SEPARATOR}b", *spelled]
+    texts = ["", " ", "the", "\u0301", "e", "\n", SEPARATOR, f"a{SEPARATOR}b", *spelled]
     batch = [one.encode() for text in texts for other in texts for one in (text, other + text)]
     assert len(batch) > _CHUNK // 2
     assert encoder.encode_batch(batch) == [encoder.encode(one) for one in batch]

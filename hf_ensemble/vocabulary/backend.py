@@ -1,0 +1,61 @@
+"""The `tokenizers.Tokenizer` behind a tokenizer, and its parts."""
+
+import copy
+import json
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import VocabularyError
+
+
+def fast_backend(tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> Any:
+    """Return the `tokenizers.Tokenizer` behind a tokenizer, without dropout, or raise naming it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise VocabularyError(
+            f"the tokenizer of {name or tokenizer.name_or_path!r} cannot be understood: {type(tokenizer).__name__} has "
+            "no fast backend. Load a fast tokenizer (one saved with a tokenizer.json)."
+        )
+    return without_dropout(backend)
+
+
+def without_dropout(backend: Any) -> Any:
+    """The tokenizer itself, or, where it would leave out merges at random as for training, a copy that does not."""
+    if getattr(backend.model, "dropout", None):
+        backend = copy.deepcopy(backend)
+        backend.model.dropout = None
+    return backend
+
+
+def component_state(component: Any) -> dict[str, Any] | None:
+    """The JSON description of a normalizer, pre-tokenizer, decoder or post-processor; None for none."""
+    return None if component is None else json.loads(component.__getstate__())
+
+
+def flatten_component(state: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Spread a component's description, whose sequences stand under `key`, into a list."""
+    if state is None:
+        return []
+    if state["type"] != "Sequence":
+        return [state]
+    return [part for inner in state[key] for part in flatten_component(inner, key)]
+
+
+def bare_view(backend: Tokenizer) -> Tokenizer:
+    """A tokenizer with the same vocabulary, normalizer and pre-tokenizer, and no added tokens, padding or truncation."""
+    view = Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        view.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        view.pre_tokenizer = backend.pre_tokenizer
+    return view
+
+
+def prefix_ids(view: Tokenizer, backend: Tokenizer) -> list[int]:
+    """The ids that a tokenizer puts in front of a text (its BOS rule), found with a view of it, which is changed."""
+    view.post_processor = backend.post_processor
+    encoded = view.encode("a", add_special_tokens=True)
+    first_text = encoded.special_tokens_mask.index(0) if 0 in encoded.special_tokens_mask else 0
+    return list(encoded.ids[:first_text])
