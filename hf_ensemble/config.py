@@ -348,9 +348,10 @@ class EnsembleConfig(PreTrainedConfig):
         values["members"] = [member.to_dict() for member in self.members]
         values["method"] = self.method.to_dict()
         values["primary_config"] = None if self.primary_config is None else self.primary_config.to_dict()
-        # A path of this machine, or what `members` says anyway.
-        found: dict[str, Any] = _without_key(values, "_name_or_path")
-        return found
+        for part in (values, values["primary_config"] or {}):
+            # A path of this machine, or what `members` says anyway.
+            part.pop("_name_or_path", None)
+        return values
 
 
 def _member_config(place: int, given: Any) -> MemberConfig:
@@ -380,10 +381,3 @@ def _primary_config(given: Any) -> PreTrainedConfig | None:
 def _options_of(kind: Any) -> frozenset[str]:
     """What a class of configurations declares, by all names; not what a checkpoint adds, such as code to run."""
     return frozenset({*inspect.signature(kind.__init__).parameters, *kind.attribute_map, *_COMMON_OPTIONS})
-
-
-def _without_key(value: Any, key: str) -> Any:
-    """A JSON value without the entries of one key, however deep."""
-    if isinstance(value, dict):
-        return {name: _without_key(part, key) for name, part in value.items() if name != key}
-    return [_without_key(part, key) for part in value] if isinstance(value, list) else value

@@ -20,7 +20,7 @@ from .. import messages
 from ..config import EnsembleConfig, MemberConfig, MethodConfig, method_config, normalize_weights
 from ..errors import ConfigurationError, VocabularyError
 from ..members.member import Member
-from .adapters import adapter_file, add_adapter
+from .adapters import add_adapter
 from .finding import checked_member, read_source, source_options
 from .in_place import finish_writing
 from .placement import check_memory, remaining_memory
@@ -234,7 +234,9 @@ def _load_members(
 
 
 def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
-    options = {**source_options(item), **kwargs, "dtype": "auto" if dtype is None else dtype}
+    hub = _hub_options(kwargs)
+    # The stock loader looks for an adapter beside the model, by these options only.
+    options = {**source_options(item), **kwargs, "dtype": "auto" if dtype is None else dtype, "adapter_kwargs": hub}
     if device_map is not None:
         options["device_map"] = device_map
     if item.gguf_file is None:
@@ -244,7 +246,7 @@ def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[st
     except (OSError, ValueError, ImportError, AttributeError) as error:  # the last for a dtype that torch has not
         raise ConfigurationError(f"member {name_of(item)!r} cannot be loaded: {error}") from error
     if item.adapter is not None:
-        add_adapter(model, item, _hub_options(kwargs))
+        add_adapter(model, item, hub)
     return model
 
 
@@ -256,9 +258,9 @@ def _load_tokenizer(item: MemberConfig, given: Any, kwargs: dict[str, Any]) -> P
     options: dict[str, Any] = {}
     if source is None:
         # What an adapter was trained with lies beside it.
-        is_beside_adapter = item.adapter is not None and adapter_file(item, "tokenizer_config.json", hub) is not None
-        source = item.adapter if is_beside_adapter else item.path
-        options = place_of_adapter(item).options if is_beside_adapter else source_options(item)
+        beside = place_of_adapter(item)
+        is_beside = item.adapter is not None and beside.file("tokenizer_config.json", hub) is not None
+        source, options = (beside.path, beside.options) if is_beside else (item.path, source_options(item))
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options, **hub)
     except Exception as error:

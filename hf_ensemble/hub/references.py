@@ -11,15 +11,13 @@ from typing import Any
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from transformers.utils import cached_file  # type: ignore[attr-defined]
 
 from ..config import MemberConfig
 from ..errors import ConfigurationError
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
 """Options of `from_pretrained` that say how the Hub is reached."""
-
-PLACES = ("path", "tokenizer", "adapter")
-"""What of a member is an id or a path."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,19 @@ class Place:
     def in_folder(self, file: str) -> str:
         """Path of a file within the repository."""
         return posixpath.join(self.subfolder or "", file)
+
+    def file(self, name: str, hub: Mapping[str, Any]) -> str | None:
+        """Path on this machine of a file in it; None if there is none, or it cannot be had.
+
+        Args:
+            name: Of the file.
+            hub: Options of Hub access.
+        """
+        options: dict[str, Any] = {**self.options, **hub}
+        try:
+            return cached_file(self.path, name, _raise_exceptions_for_missing_entries=False, **options)
+        except (OSError, ValueError):
+            return None
 
     @property
     def options(self) -> dict[str, str]:
@@ -127,6 +138,12 @@ def _check_reachable(place: Place, what: str, hub: Mapping[str, Any]) -> None:
         ) from error
 
 
+def paths_of(item: MemberConfig) -> dict[str, str]:
+    """Ids and paths of a member's parts, by the option that names them."""
+    given = {"path": item.path, "tokenizer": item.tokenizer, "adapter": item.adapter}
+    return {key: path for key, path in given.items() if path is not None}
+
+
 def with_paths(item: MemberConfig, change: Callable[[str], str]) -> MemberConfig:
     """A member with other paths.
 
@@ -134,8 +151,7 @@ def with_paths(item: MemberConfig, change: Callable[[str], str]) -> MemberConfig
         item: The member, which is not changed.
         change: Gives the new path, or Hub id, for each.
     """
-    given = {key: getattr(item, key) for key in PLACES}
-    changed: dict[str, Any] = {key: change(path) for key, path in given.items() if path is not None}
+    changed: dict[str, Any] = {key: change(path) for key, path in paths_of(item).items()}
     return dataclasses.replace(item, **changed)
 
 
