@@ -231,15 +231,6 @@ class MemberConfig:
     tokenizer: str | None = None
     """Hub id or path of the tokenizer, if it is not beside the model."""
 
-    adapter: str | None = None
-    """Hub id or path of an adapter (LoRA and its like) that is loaded on the model at `path`. Needs `peft`."""
-
-    adapter_revision: str | None = None
-    """Branch, tag or commit of the adapter on the Hub."""
-
-    adapter_subfolder: str | None = None
-    """Folder of the adapter within its repository or path."""
-
     eos_token_id: list[int] = field(default_factory=list)
     """Ids that end a text besides those of the member's generation config."""
 
@@ -249,6 +240,15 @@ class MemberConfig:
     system_prompt: str | None = None
     """System turn that this member reads in place of the conversation's; empty: it reads none. None: the
     conversation's."""
+
+    adapter: str | None = None
+    """Hub id or path of an adapter (LoRA and its like) that is loaded on the model at `path`. Needs `peft`."""
+
+    adapter_revision: str | None = None
+    """Branch, tag or commit of the adapter on the Hub."""
+
+    adapter_subfolder: str | None = None
+    """Folder of the adapter within its repository or path."""
 
     commit: str | None = field(default=None, compare=False, repr=False)
     """Commit that was loaded from the Hub, filled in while loading. Never saved, but `revision` of what is pushed."""

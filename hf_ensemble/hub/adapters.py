@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..config import MemberConfig
 from ..errors import ConfigurationError
-from .references import Place, check_place, loaded_commit, name_of, place_of_adapter, place_of_model
+from .references import check_place, name_of, place_of_adapter, place_of_model
 
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
@@ -64,7 +64,7 @@ def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -
         adapter=item.path,
         adapter_revision=item.revision,
         adapter_subfolder=item.subfolder,
-        adapter_commit=_commit_of(place, hub),
+        adapter_commit=place.commit(_CONFIG_FILE, hub),
     )
     if has_config and os.path.isdir(place.path):
         return found
@@ -86,11 +86,7 @@ def _named_adapter(item: MemberConfig, hub: Mapping[str, Any]) -> MemberConfig:
             f"member {name_of(item)!r} cannot be loaded: there is no adapter at {item.adapter!r}, or it cannot be read."
         )
     _checked_config(item, file)
-    return dataclasses.replace(item, adapter_commit=_commit_of(place, hub))
-
-
-def _commit_of(place: Place, hub: Mapping[str, Any]) -> str | None:
-    return loaded_commit(place, place.in_folder(_CONFIG_FILE), hub.get("cache_dir"))
+    return dataclasses.replace(item, adapter_commit=place.commit(_CONFIG_FILE, hub))
 
 
 def _checked_config(item: MemberConfig, file: str) -> dict[str, Any]:

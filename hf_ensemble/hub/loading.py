@@ -28,12 +28,11 @@ from .references import (
     HUB_OPTIONS,
     check_token,
     is_local,
-    loaded_commit,
     name_of,
     place_of_adapter,
     place_of_model,
     whole_path,
-    with_whole_paths,
+    with_paths,
 )
 
 
@@ -156,22 +155,16 @@ def make_members(
 
 def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, item: MemberConfig) -> MemberConfig:
     """The member's configuration with what its model and tokenizer tell."""
-    item = with_whole_paths(item)
+    item = with_paths(item, whole_path)
     if item.dtype is None:
         item.dtype = str(model.dtype).removeprefix("torch.")
-    found = whole_path(tokenizer.name_or_path or "")
-    if item.tokenizer is None and found not in (
-        "",
-        whole_path(str(getattr(model, "name_or_path", ""))),
-        item.path,
-        item.adapter,
-    ):
-        item.tokenizer = found
+    beside = {whole_path(str(getattr(model, "name_or_path", ""))), item.path, item.adapter}
+    if item.tokenizer is None and tokenizer.name_or_path and whole_path(tokenizer.name_or_path) not in beside:
+        item.tokenizer = whole_path(tokenizer.name_or_path)
     if item.commit is None and item.path and not is_local(item.path):
-        place = place_of_model(item)
         # Transformers 5.17 keeps the commit with the configuration.
         kept = getattr(model.config, "_commit_hash", None)
-        item.commit = kept or loaded_commit(place, place.in_folder("config.json"), None)
+        item.commit = kept or place_of_model(item).commit("config.json", {})
     return item
 
 
