@@ -153,7 +153,7 @@ def method_config(method: "str | MethodConfig | dict[str, Any]") -> MethodConfig
         return method
     options = dict(method) if isinstance(method, dict) else {"name": method}
     name = options.pop("name", None)
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         own = (
             " A method of your own has to be in `hf_ensemble.config.METHODS` first."
             if isinstance(method, dict)
