@@ -153,7 +153,7 @@ def method_config(method: "str | MethodConfig | dict[str, Any]") -> MethodConfig
         return method
     options = dict(method) if isinstance(method, dict) else {"name": method}
     name = options.pop("name", None)
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         own = (
             " A method of your own has to be in `hf_ensemble.config.METHODS` first."
             if isinstance(method, dict)
@@ -231,15 +231,6 @@ class MemberConfig:
     tokenizer: str | None = None
     """Hub id or path of the tokenizer, if it is not beside the model."""
 
-    adapter: str | None = None
-    """Hub id or path of an adapter (LoRA and its like) that is loaded on the model at `path`. Needs `peft`."""
-
-    adapter_revision: str | None = None
-    """Branch, tag or commit of the adapter on the Hub."""
-
-    adapter_subfolder: str | None = None
-    """Folder of the adapter within its repository or path."""
-
     eos_token_id: list[int] = field(default_factory=list)
     """Ids that end a text besides those of the member's generation config."""
 
@@ -249,6 +240,15 @@ class MemberConfig:
     system_prompt: str | None = None
     """System turn that this member reads in place of the conversation's; empty: it reads none. None: the
     conversation's."""
+
+    adapter: str | None = None
+    """Hub id or path of an adapter (LoRA and its like) that is loaded on the model at `path`. Needs `peft`."""
+
+    adapter_revision: str | None = None
+    """Branch, tag or commit of the adapter on the Hub."""
+
+    adapter_subfolder: str | None = None
+    """Folder of the adapter within its repository or path."""
 
     commit: str | None = field(default=None, compare=False, repr=False)
     """Commit that was loaded from the Hub, filled in while loading. Never saved, but `revision` of what is pushed."""
@@ -348,9 +348,10 @@ class EnsembleConfig(PreTrainedConfig):
         values["members"] = [member.to_dict() for member in self.members]
         values["method"] = self.method.to_dict()
         values["primary_config"] = None if self.primary_config is None else self.primary_config.to_dict()
-        # A path of this machine, or what `members` says anyway.
-        found: dict[str, Any] = _without_key(values, "_name_or_path")
-        return found
+        for part in (values, values["primary_config"] or {}):
+            # A path of this machine, or what `members` says anyway.
+            part.pop("_name_or_path", None)
+        return values
 
 
 def _member_config(place: int, given: Any) -> MemberConfig:
@@ -380,10 +381,3 @@ def _primary_config(given: Any) -> PreTrainedConfig | None:
 def _options_of(kind: Any) -> frozenset[str]:
     """What a class of configurations declares, by all names; not what a checkpoint adds, such as code to run."""
     return frozenset({*inspect.signature(kind.__init__).parameters, *kind.attribute_map, *_COMMON_OPTIONS})
-
-
-def _without_key(value: Any, key: str) -> Any:
-    """A JSON value without the entries of one key, however deep."""
-    if isinstance(value, dict):
-        return {name: _without_key(part, key) for name, part in value.items() if name != key}
-    return [_without_key(part, key) for part in value] if isinstance(value, list) else value

@@ -35,9 +35,8 @@ from .decoding.refusals import refuse_for_ensembles, refuse_without_output
 from .decoding.step_weights import StepWeights, WeightsLike
 from .errors import ConfigurationError
 from .hub.loading import load_parts, make_members
-from .hub.planning import EnsembleParts, plan_push
-from .hub.pushing import PushOptions, push_plan
-from .hub.saving import check_save_options, save_ensemble
+from .hub.saving import PushOptions, plan_push, push_plan, save_ensemble
+from .hub.writing import EnsembleParts
 from .member_comparison import CompatibilityReport, compare_members
 from .members.member import Member
 from .modes import mode_for_generate, mode_of
@@ -180,8 +179,8 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
     ) -> None:
         """Save the ensemble's configuration, generation configuration, the primary's tokenizer and a README.
 
-        Members are saved as references (Hub ids, or paths, relative to the folder where they lie inside it) or, with
-        `include_members`, as they are now. A save that fails leaves an older one in the folder as it was.
+        Members are saved as references (Hub ids, or paths relative to the folder) or, with `include_members`, as they
+        are now. A save that fails leaves an older one in the folder as it was.
 
         Args:
             save_directory: Folder to write to.
@@ -199,13 +198,15 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
                 written or would be overwritten; if a generation configuration cannot be saved; or if an option is
                 unknown. Nothing is written then.
         """
+        if state_dict is not None or not safe_serialization:
+            raise ConfigurationError(
+                "an ensemble takes neither `state_dict` nor `safe_serialization=False`: with `include_members=True` its "
+                "members are written with their own weights, as safetensors."
+            )
         # Stock wrappers hand on a token that nobody gave.
-        if push_options.get("token") is None:
-            push_options.pop("token", None)
-        check_save_options(state_dict, safe_serialization, push_to_hub, push_options)
+        given = {key: value for key, value in push_options.items() if key != "token" or value is not None}
         if is_main_process:
-            options = push_options if push_to_hub else None
-            save_ensemble(self._parts(), save_directory, include_members, max_shard_size, options)
+            save_ensemble(self._parts(), save_directory, include_members, max_shard_size, push_to_hub, given)
 
     def push_to_hub(  # type: ignore[override]
         self,
@@ -252,14 +253,8 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
 
     def _parts(self) -> EnsembleParts:
         config: Any = self.config
-        return EnsembleParts(
-            config,
-            self.generation_config,
-            self._members,
-            self.tokenizer,
-            type(self).__name__,
-            list(self.model_tags or ()),
-        )
+        name, tags = type(self).__name__, self.model_tags or ()
+        return EnsembleParts(config, self.generation_config, self._members, self.tokenizer, name, tags)
 
     def compatibility(
         self,

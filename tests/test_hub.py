@@ -217,7 +217,7 @@ def test_an_adapter_on_the_hub_is_pinned_with_its_model(server, adapted, monkeyp
         repository = server.repositories[f"org/{name}"]
         repository.commit({**repository.files(), "new": b""})
     assert torch.equal(logits_of(ensemble.members[0]), adapted)
-    assert ensemble._members[0].name == "tuned"
+    assert ensemble.member_views[0].name == "tuned"
     ensemble.push_to_hub("ann/duo", token=TOKEN)
     pinned = {"path": "org/left", "revision": shas["left"], "adapter": "org/tuned", "adapter_revision": shas["tuned"]}
     assert pinned.items() <= pushed_config(server)["members"][0].items()

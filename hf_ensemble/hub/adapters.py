@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import find_adapter_config_file  # type: ignore[attr-defined]
 
 from ..config import MemberConfig
 from ..errors import ConfigurationError
-from .references import Place, check_place, loaded_commit, name_of, place_of_adapter, place_of_model
+from .references import check_place, name_of, place_of_adapter, place_of_model
 
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
@@ -48,7 +45,7 @@ def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -
         ConfigurationError: If the adapter cannot be found or used, or does not say of which model it is.
     """
     place = place_of_model(item)
-    own = None if item.gguf_file else _config_of(place, hub)
+    own = None if item.gguf_file else place.file(_CONFIG_FILE, hub)
     if item.adapter is not None and place_of_adapter(item) != place:
         if own is not None:
             raise ConfigurationError(
@@ -59,59 +56,44 @@ def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -
     if own is None:
         return item if item.adapter is None else _named_adapter(item, hub)
     config = _checked_config(item, own)
+    name = item.name or place.path.rstrip("/").rsplit("/", 1)[-1]
     if os.path.isdir(place.path):
-        whole = os.path.normpath(os.path.dirname(own))
-        found = dataclasses.replace(item, path=whole, subfolder=None, adapter=whole)
-        if has_config:
-            return found
-    else:
-        commit = loaded_commit(place, place.in_folder(_CONFIG_FILE), hub.get("cache_dir"))
-        found = dataclasses.replace(
-            item,
-            adapter=item.path,
-            adapter_revision=item.revision,
-            adapter_subfolder=item.subfolder,
-            adapter_commit=commit,
-        )
+        item = dataclasses.replace(item, path=os.path.normpath(os.path.dirname(own)), subfolder=None)
+    found = dataclasses.replace(
+        item,
+        adapter=item.path,
+        adapter_revision=item.revision,
+        adapter_subfolder=item.subfolder,
+        adapter_commit=place.commit(_CONFIG_FILE, hub),
+    )
+    if has_config and os.path.isdir(place.path):
+        return found
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ConfigurationError(
             f"member {name_of(item)!r} is an adapter that does not say of which model. Name it: "
             f"`MemberConfig(path=<the model>, adapter={item.path!r})`."
         )
-    name = item.name or place.path.rstrip("/").rsplit("/", 1)[-1]
     return dataclasses.replace(found, path=base, revision=None, subfolder=None, commit=None, name=name)
 
 
 def _named_adapter(item: MemberConfig, hub: Mapping[str, Any]) -> MemberConfig:
     place = place_of_adapter(item)
     check_place(name_of(item), place, hub)
-    file = _config_of(place, hub)
+    file = place.file(_CONFIG_FILE, hub)
     if file is None:
         raise ConfigurationError(
             f"member {name_of(item)!r} cannot be loaded: there is no adapter at {item.adapter!r}, or it cannot be read."
         )
     _checked_config(item, file)
-    commit = loaded_commit(place, place.in_folder(_CONFIG_FILE), hub.get("cache_dir"))
-    return dataclasses.replace(item, adapter_commit=commit)
-
-
-def _config_of(place: Place, hub: Mapping[str, Any]) -> str | None:
-    if os.path.isdir(place.path):
-        return _file_in(place, _CONFIG_FILE)
-    options: dict[str, Any] = {**place.options, **hub}
-    try:
-        file: str | None = find_adapter_config_file(place.path, **options)
-    except (OSError, ValueError):
-        return None
-    return file
+    return dataclasses.replace(item, adapter_commit=place.commit(_CONFIG_FILE, hub))
 
 
 def _checked_config(item: MemberConfig, file: str) -> dict[str, Any]:
     """The adapter's configuration, if it is of a kind that stands in the model and can be loaded here."""
     what = f"member {name_of(item)!r} has an adapter"
     try:
-        from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PromptLearningConfig
+        import peft
     except ImportError as error:
         raise ConfigurationError(
             f'{what}, which is loaded with `peft`, which is not installed: `pip install "hf_ensemble[adapters]"` or `pip '
@@ -119,10 +101,10 @@ def _checked_config(item: MemberConfig, file: str) -> dict[str, Any]:
         ) from error
     try:
         config: dict[str, Any] = json.loads(Path(file).read_text("utf-8"))
-        kind = PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]]
+        kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{what} whose {_CONFIG_FILE} cannot be understood: {error!r}.") from error
-    if issubclass(kind, PromptLearningConfig):
+    if issubclass(kind, peft.PromptLearningConfig):
         raise ConfigurationError(
             f"{what} of type {config['peft_type']}, which is learned vectors before the text, not weights of the model: "
             "an ensemble cannot hold it. Use LoRA or its like."
@@ -131,29 +113,6 @@ def _checked_config(item: MemberConfig, file: str) -> dict[str, Any]:
 
 
 # Loading
-
-
-def adapter_file(item: MemberConfig, name: str, hub: Mapping[str, Any]) -> str | None:
-    """Path on this machine of a file of a member's adapter; None if it has no such file.
-
-    Args:
-        item: The member.
-        name: Of the file.
-        hub: Options of Hub access.
-    """
-    place = place_of_adapter(item)
-    if os.path.isdir(place.path):
-        return _file_in(place, name)
-    options: dict[str, Any] = {key: value for key, value in hub.items() if key != "proxies"} | place.options
-    try:
-        return str(hf_hub_download(place.path, name, **options))
-    except (EntryNotFoundError, LocalEntryNotFoundError):
-        return None
-
-
-def _file_in(place: Place, name: str) -> str | None:
-    file = os.path.join(place.path, place.subfolder or "", name)
-    return file if os.path.isfile(file) else None
 
 
 def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, Any]) -> None:
@@ -167,33 +126,32 @@ def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, An
     Raises:
         ConfigurationError: If the adapter cannot be read or does not fit.
     """
-    from peft import PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
-    from peft.tuners.tuners_utils import cast_adapter_dtype
+    import peft
 
     what = f"the adapter {item.adapter!r} of member {name_of(item)!r} cannot be loaded"
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise ConfigurationError(f"{what}: weights of the model are offloaded. Merge it into the model first.")
     try:
-        folder = os.path.dirname(str(adapter_file(item, _CONFIG_FILE, hub)))
-        weights_file = adapter_file(item, _WEIGHTS_FILE, hub)
+        place = place_of_adapter(item)
+        folder = os.path.dirname(place.file(_CONFIG_FILE, hub) or "")
+        weights_file = place.file(_WEIGHTS_FILE, hub)
         if weights_file is None:
-            adapter_file(item, "adapter_model.bin", hub)
-        config = PeftConfig.from_pretrained(folder)
+            place.file("adapter_model.bin", hub)
+        config = peft.PeftConfig.from_pretrained(folder)
         config.inference_mode = True
         # The stock loader has put it in already where both lie in one folder. Else its first weights are drawn.
         if not getattr(model, "peft_config", None):
             with torch.random.fork_rng(devices=[]):
-                inject_adapter_in_model(config, model)
-        weights = load_peft_weights(folder, device="cpu")
+                peft.inject_adapter_in_model(config, model)
+        weights = peft.load_peft_weights(folder, device="cpu")
         weights = {key.removeprefix(_PREFIX): weight for key, weight in weights.items()}
         is_single = any(weight.dtype == torch.float32 for weight in weights.values())
-        if is_single and item.dtype is not None and weights_file and _KEPT_DTYPE in _metadata(weights_file):
-            cast_adapter_dtype(model, "default")
-        found = set_peft_model_state_dict(model, weights)
+        if is_single and item.dtype is not None and weights_file and _is_kept(weights_file):
+            peft.tuners.tuners_utils.cast_adapter_dtype(model, "default")
+        found = peft.set_peft_model_state_dict(model, weights)
     except Exception as error:
         raise ConfigurationError(f"{what}: {error}") from error
-    wrapped = _wrapped_modules(model)
-    missing = [key for key in found.missing_keys if _plain_key(key, wrapped) is None]
+    missing = sorted(set(peft.get_peft_model_state_dict(model, save_embedding_layers=False)).difference(weights))
     if missing or found.unexpected_keys:
         raise ConfigurationError(
             f"{what}: it is of another model. Weights that it lacks: {missing[:3]}; weights that nothing takes: "
@@ -203,9 +161,9 @@ def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, An
     model.eval()
 
 
-def _metadata(file: str) -> dict[str, str]:
+def _is_kept(file: str) -> bool:
     with safe_open(file, "pt") as weights:
-        return weights.metadata() or {}
+        return _KEPT_DTYPE in (weights.metadata() or {})
 
 
 # Writing
@@ -242,10 +200,10 @@ def obstacle_to_writing(model: Any) -> str | None:
         return f"has {len(names)} active adapters ({', '.join(names)}). Merge them into it, or activate one"
     if any(getattr(module, "merged", False) for module in _wrapped_modules(base).values()):
         return "has adapters that are merged for the time being. Unmerge them, or merge and unload them"
-    if getattr(base, "hf_quantizer", None) is not None:
-        return "is quantised and carries adapters. Name model and adapter by their Hub ids or paths instead"
-    if any(parameter.device.type == "meta" for parameter in base.parameters()):
-        return "carries adapters and is offloaded. Load it without offloading"
+    if getattr(base, "hf_quantizer", None) is not None or any(p.device.type == "meta" for p in base.parameters()):
+        return (
+            "carries adapters and is quantised or offloaded. Name model and adapter by their Hub ids or paths instead"
+        )
     return None
 
 
@@ -266,7 +224,7 @@ def write_adapter(base: Any, folder: Path) -> None:
         folder: Where to; made if there is an adapter.
     """
     for name in active_adapters(base):
-        from peft import get_peft_model_state_dict
+        import peft
 
         folder.mkdir()
         config = copy.deepcopy(base.peft_config[name])
@@ -274,7 +232,7 @@ def write_adapter(base: Any, folder: Path) -> None:
         config.base_model_name_or_path = None
         config.inference_mode = True
         config.save_pretrained(str(folder))
-        weights = get_peft_model_state_dict(base, adapter_name=name, save_embedding_layers=False)
+        weights = peft.get_peft_model_state_dict(base, adapter_name=name, save_embedding_layers=False)
         save_file(
             {f"{_PREFIX}{key}": weight.contiguous() for key, weight in weights.items()},
             folder / _WEIGHTS_FILE,
@@ -284,10 +242,9 @@ def write_adapter(base: Any, folder: Path) -> None:
 
 def _wrapped_modules(model: Any) -> dict[str, Any]:
     """The modules that `peft` put around others, by name."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    import peft
 
-    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    kinds = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ..config import EnsembleConfig, MemberConfig
 from ..errors import ConfigurationError
 from .adapters import find_adapter
-from .references import check_place, found_members, loaded_commit, name_of, place_of_model, with_whole_paths
+from .references import check_place, found_members, name_of, place_of_model, whole_path, with_paths
 
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -85,13 +85,12 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
     """
     if not item.path:
         raise ConfigurationError(f"member {number} has no `path`: give a Hub id or a path.")
-    item = with_whole_paths(item)
+    item = with_paths(item, whole_path)
     name, place = name_of(item), place_of_model(item)
     check_place(name, place, hub)
     config, problem = _read_config(place.path, {**source_options(item), **hub})
     if config is not None and not os.path.isdir(place.path):
-        commit = loaded_commit(place, place.in_folder(item.gguf_file or "config.json"), hub.get("cache_dir"))
-        item = dataclasses.replace(item, commit=commit)
+        item = dataclasses.replace(item, commit=place.commit(item.gguf_file or "config.json", hub))
     found = find_adapter(item, config is not None, hub)
     if found.path != item.path:
         try:

@@ -20,7 +20,7 @@ from .. import messages
 from ..config import EnsembleConfig, MemberConfig, MethodConfig, method_config, normalize_weights
 from ..errors import ConfigurationError, VocabularyError
 from ..members.member import Member
-from .adapters import adapter_file, add_adapter
+from .adapters import add_adapter
 from .finding import checked_member, read_source, source_options
 from .in_place import finish_writing
 from .placement import check_memory, remaining_memory
@@ -28,12 +28,11 @@ from .references import (
     HUB_OPTIONS,
     check_token,
     is_local,
-    loaded_commit,
     name_of,
     place_of_adapter,
     place_of_model,
     whole_path,
-    with_whole_paths,
+    with_paths,
 )
 
 
@@ -156,22 +155,16 @@ def make_members(
 
 def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, item: MemberConfig) -> MemberConfig:
     """The member's configuration with what its model and tokenizer tell."""
-    item = with_whole_paths(item)
+    item = with_paths(item, whole_path)
     if item.dtype is None:
         item.dtype = str(model.dtype).removeprefix("torch.")
-    found = whole_path(tokenizer.name_or_path or "")
-    if item.tokenizer is None and found not in (
-        "",
-        whole_path(str(getattr(model, "name_or_path", ""))),
-        item.path,
-        item.adapter,
-    ):
-        item.tokenizer = found
+    beside = {whole_path(str(getattr(model, "name_or_path", ""))), item.path, item.adapter}
+    if item.tokenizer is None and tokenizer.name_or_path and whole_path(tokenizer.name_or_path) not in beside:
+        item.tokenizer = whole_path(tokenizer.name_or_path)
     if item.commit is None and item.path and not is_local(item.path):
-        place = place_of_model(item)
         # Transformers 5.17 keeps the commit with the configuration.
         kept = getattr(model.config, "_commit_hash", None)
-        item.commit = kept or loaded_commit(place, place.in_folder("config.json"), None)
+        item.commit = kept or place_of_model(item).commit("config.json", {})
     return item
 
 
@@ -234,7 +227,9 @@ def _load_members(
 
 
 def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
-    options = {**source_options(item), **kwargs, "dtype": "auto" if dtype is None else dtype}
+    hub = _hub_options(kwargs)
+    # The stock loader looks for an adapter beside the model, by these options only.
+    options = {**source_options(item), **kwargs, "dtype": "auto" if dtype is None else dtype, "adapter_kwargs": hub}
     if device_map is not None:
         options["device_map"] = device_map
     if item.gguf_file is None:
@@ -244,7 +239,7 @@ def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[st
     except (OSError, ValueError, ImportError, AttributeError) as error:  # the last for a dtype that torch has not
         raise ConfigurationError(f"member {name_of(item)!r} cannot be loaded: {error}") from error
     if item.adapter is not None:
-        add_adapter(model, item, _hub_options(kwargs))
+        add_adapter(model, item, hub)
     return model
 
 
@@ -256,9 +251,9 @@ def _load_tokenizer(item: MemberConfig, given: Any, kwargs: dict[str, Any]) -> P
     options: dict[str, Any] = {}
     if source is None:
         # What an adapter was trained with lies beside it.
-        is_beside_adapter = item.adapter is not None and adapter_file(item, "tokenizer_config.json", hub) is not None
-        source = item.adapter if is_beside_adapter else item.path
-        options = place_of_adapter(item).options if is_beside_adapter else source_options(item)
+        beside = place_of_adapter(item)
+        is_beside = item.adapter is not None and beside.file("tokenizer_config.json", hub) is not None
+        source, options = (beside.path, beside.options) if is_beside else (item.path, source_options(item))
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options, **hub)
     except Exception as error:

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.repocard import metadata_load
 
-from .planning import SavePlan
+from ..config import MemberConfig
+from ..members.member import Member
 from .references import is_local
+from .writing import SavePlan
 
 _CARD = """---
 {metadata}
@@ -49,23 +50,6 @@ The first is the primary: its tokenizer reads and writes the ids.
 """
 
 
-@dataclass(frozen=True)
-class _CardMember:
-    """What a card says about one member."""
-
-    name: str
-    hub_id: str | None
-    """Where it comes from on the Hub; None: not from there."""
-
-    adapter_id: str | None
-    """Where its adapter comes from on the Hub; None: it has none, or not from there."""
-
-    revision: str | None
-    license: str | None
-    num_parameters: int
-    is_bundled: bool
-
-
 def model_card(plan: SavePlan, title: str, source: str, tags: Sequence[str], api: HfApi | None) -> str:
     """Write the README.
 
@@ -76,51 +60,50 @@ def model_card(plan: SavePlan, title: str, source: str, tags: Sequence[str], api
         tags: Tags for the metadata.
         api: The Hub, asked for licences; None: nothing is asked.
     """
-    config, members = plan.config, _members_of(plan, api)
-    licenses = {member.license for member in members}
-    is_one = len(licenses) == 1 and not licenses & {None, "other"}
+    config, loaded = plan.config, plan.parts.config.members
+    commits = [item.commit or item.revision for item in (loaded if plan.bundled else config.members)]
+    licenses = [_license(item.path, commit, api) for item, commit in zip(loaded, commits, strict=True)]
+    is_one = len(set(licenses)) == 1 and licenses[0] not in (None, "other")
+    ids = [path for item in loaded for path in (item.path, item.adapter) if path and not is_local(path)]
     metadata = ModelCardData(
         library_name="hf_ensemble",
         pipeline_tag="text-generation",
-        base_model=list(dict.fromkeys(i for member in members for i in (member.hub_id, member.adapter_id) if i))
-        or None,
-        license=licenses.pop() if is_one else "other",
+        base_model=list(dict.fromkeys(ids)) or None,
+        license=licenses[0] if is_one else "other",
         license_name=None if is_one else "licences-of-the-members",
         tags=list(dict.fromkeys(["ensemble", "hf_ensemble", config.method.name, *tags])),
     )
-    weights = config.weights or [1 / len(members)] * len(members)
+    weights = config.weights or [1 / len(loaded)] * len(loaded)
+    rows = zip(plan.parts.members, loaded, commits, licenses, weights, strict=True)
     options = {key: value for key, value in config.method.to_dict().items() if key != "name"}
     return _CARD.format(
         metadata=metadata.to_yaml(),
         title=_plain(title),
-        count=len(members),
+        count=len(loaded),
         source=json.dumps(source),
-        rows="\n".join(_row(member, weight) for member, weight in zip(members, weights, strict=True)),
+        rows="\n".join(_row(*row, is_included=bool(plan.bundled)) for row in rows),
         method=config.method.name,
         options=f" with `{json.dumps(options)}`" if options else "",
     )
 
 
-def _members_of(plan: SavePlan, api: HfApi | None) -> list[_CardMember]:
-    found = []
-    for item, given, member in zip(plan.config.members, plan.parts.config.members, plan.parts.members, strict=True):
-        revision = given.commit or given.revision if plan.bundled else item.revision
-        found.append(
-            _CardMember(
-                name=member.name,
-                hub_id=_hub_id(given.path),
-                adapter_id=_hub_id(given.adapter),
-                revision=revision,
-                license=_license(given.path, revision, api),
-                num_parameters=member.model.num_parameters(),
-                is_bundled=bool(plan.bundled),
-            )
-        )
-    return found
+def _row(
+    member: Member, item: MemberConfig, commit: str | None, license: str | None, weight: float, *, is_included: bool
+) -> str:
+    origin = _origin(item.path) + (f" with adapter from {_origin(item.adapter)}" if item.adapter else "")
+    cells = [
+        _plain(member.name),
+        origin + (", included here" if is_included else ""),
+        f"`{commit}`" if commit else "",
+        license or "not known",
+        f"{member.model.num_parameters():,}",
+        f"{weight:.4g}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
-def _hub_id(path: str | None) -> str | None:
-    return path if path and not is_local(path) else None
+def _origin(path: str | None) -> str:
+    return f"[{path}](https://huggingface.co/{path})" if path and not is_local(path) else "a local folder"
 
 
 def _license(path: str | None, revision: str | None, api: HfApi | None) -> str | None:
@@ -140,24 +123,6 @@ def _license(path: str | None, revision: str | None, api: HfApi | None) -> str |
     if license == "other":
         license = metadata.get("license_name")
     return license if isinstance(license, str) else None
-
-
-def _row(member: _CardMember, weight: float) -> str:
-    origin = _link(member.hub_id) if member.hub_id else "a local folder"
-    origin += f" with adapter {_link(member.adapter_id)}" if member.adapter_id else ""
-    cells = [
-        _plain(member.name),
-        origin + (", included here" if member.is_bundled else ""),
-        f"`{member.revision}`" if member.revision else "",
-        member.license or "not known",
-        f"{member.num_parameters:,}",
-        f"{weight:.4g}",
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _link(hub_id: str) -> str:
-    return f"[{hub_id}](https://huggingface.co/{hub_id})"
 
 
 def _plain(text: str) -> str:

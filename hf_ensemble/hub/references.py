@@ -11,15 +11,13 @@ from typing import Any
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from transformers.utils import cached_file  # type: ignore[attr-defined]
 
 from ..config import MemberConfig
 from ..errors import ConfigurationError
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
 """Options of `from_pretrained` that say how the Hub is reached."""
-
-PLACES = ("path", "tokenizer", "adapter")
-"""What of a member is an id or a path."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,34 @@ class Place:
     subfolder: str | None
     """Folder within."""
 
-    def in_folder(self, file: str) -> str:
-        """Path of a file within the repository."""
-        return posixpath.join(self.subfolder or "", file)
+    def file(self, name: str, hub: Mapping[str, Any]) -> str | None:
+        """Path on this machine of a file in it; None if there is none, or it cannot be had.
+
+        Args:
+            name: Of the file.
+            hub: Options of Hub access.
+        """
+        options: dict[str, Any] = {**self.options, **hub}
+        try:
+            return cached_file(self.path, name, _raise_exceptions_for_missing_entries=False, **options)
+        except (OSError, ValueError):
+            return None
+
+    def commit(self, name: str, hub: Mapping[str, Any]) -> str | None:
+        """The commit that a file was just read from, by where it lies in the Hub's cache; None if that cannot be told.
+
+        Args:
+            name: Of the file.
+            hub: Options of Hub access.
+        """
+        pinned: str | None = getattr(self.revision, "resolved", None)
+        file = posixpath.join(self.subfolder or "", name)
+        try:
+            found = try_to_load_from_cache(self.path, file, cache_dir=hub.get("cache_dir"), revision=self.revision)
+        except ValueError:
+            # No Hub id at all.
+            return pinned
+        return pinned or (Path(found).parents[file.count("/")].name if isinstance(found, str) else None)
 
     @property
     def options(self) -> dict[str, str]:
@@ -112,12 +135,11 @@ def check_place(name: str, place: Place, hub: Mapping[str, Any]) -> None:
 
 def _check_reachable(place: Place, what: str, hub: Mapping[str, Any]) -> None:
     """Ask the Hub once for what looks like a folder, where the client would try again and again."""
-    file = place.in_folder("config.json")
-    is_cached = loaded_commit(place, file, hub.get("cache_dir")) is not None
-    if is_cached or constants.HF_HUB_OFFLINE or hub.get("local_files_only"):
+    file = "config.json"
+    if place.commit(file, hub) or constants.HF_HUB_OFFLINE or hub.get("local_files_only"):
         return
     try:
-        get_hf_file_metadata(hf_hub_url(place.path, file, revision=place.revision), token=hub.get("token"))
+        get_hf_file_metadata(hf_hub_url(place.path, file, **place.options), token=hub.get("token"))
     except HfHubHTTPError:
         # What the Hub answers is told when the member's files are asked for.
         return
@@ -127,6 +149,12 @@ def _check_reachable(place: Place, what: str, hub: Mapping[str, Any]) -> None:
         ) from error
 
 
+def paths_of(item: MemberConfig) -> dict[str, str]:
+    """Ids and paths of a member's parts, by the option that names them."""
+    given = {"path": item.path, "tokenizer": item.tokenizer, "adapter": item.adapter}
+    return {key: path for key, path in given.items() if path is not None}
+
+
 def with_paths(item: MemberConfig, change: Callable[[str], str]) -> MemberConfig:
     """A member with other paths.
 
@@ -134,14 +162,8 @@ def with_paths(item: MemberConfig, change: Callable[[str], str]) -> MemberConfig
         item: The member, which is not changed.
         change: Gives the new path, or Hub id, for each.
     """
-    given = {key: getattr(item, key) for key in PLACES}
-    changed: dict[str, Any] = {key: change(path) for key, path in given.items() if path is not None}
+    changed: dict[str, Any] = {key: change(path) for key, path in paths_of(item).items()}
     return dataclasses.replace(item, **changed)
-
-
-def with_whole_paths(item: MemberConfig) -> MemberConfig:
-    """A member whose paths hold wherever the process goes to."""
-    return with_paths(item, whole_path)
 
 
 def whole_path(path: str) -> str:
@@ -192,8 +214,8 @@ def found_members(
         root = Path(source, base).resolve()
         return [with_paths(item, lambda path: _from_folder(path, root)) for item in items]
     place = Place(source, located.get("revision"), base)
-    commit = loaded_commit(place, place.in_folder("config.json"), hub.get("cache_dir"))
-    return [_from_repository(item, source, base, commit or place.revision) for item in items]
+    revision = place.commit("config.json", hub) or place.revision
+    return [_from_repository(item, source, base, revision) for item in items]
 
 
 def _from_folder(path: str, root: Path) -> str:
@@ -231,22 +253,3 @@ def _from_repository(item: MemberConfig, source: str, base: str, revision: str |
     if "path" in changes:
         changes["name"] = item.name or posixpath.basename(str(changes["subfolder"]))
     return dataclasses.replace(item, **changes)
-
-
-def loaded_commit(place: Place, file: str, cache_dir: Any) -> str | None:
-    """The commit that a file was just read from, by where it lies in the Hub's cache; None if that cannot be told.
-
-    Args:
-        place: The repository and revision that were asked for.
-        file: Path of the file in the repository.
-        cache_dir: Of the cache, if not the usual one.
-    """
-    pinned: str | None = getattr(place.revision, "resolved", None)
-    if pinned is not None:
-        return pinned
-    try:
-        found = try_to_load_from_cache(place.path, file, cache_dir=cache_dir, revision=place.revision)
-    except ValueError:
-        # No Hub id at all.
-        return None
-    return Path(found).parents[file.count("/")].name if isinstance(found, str) else None

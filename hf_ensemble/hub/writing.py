@@ -3,21 +3,57 @@
 import copy
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from ..config import EnsembleConfig
 from ..members.member import Member
 from .adapters import base_model, weights_without_adapters, write_adapter
-from .planning import ADAPTER_FOLDER, SavePlan, is_from_gguf
 
-_OF_ONE_MACHINE = {
+ADAPTER_FOLDER = "adapter"
+"""Folder of a bundled member's adapter, within the member's."""
+
+_OF_ONE_MACHINE = (
     *("token", "cache_dir", "local_files_only", "force_download", "proxies"),
     *("is_local", "name_or_path", "_name_or_path"),
-}
+)
 """What models and tokenizers may write of how they were loaded."""
 
-_ANY_TEXT = {"chat_template", "content"}
+_ANY_TEXT = ("chat_template", "content")
 """Texts that may look like a path and are none."""
+
+
+@dataclass(frozen=True)
+class EnsembleParts:
+    """What is saved of an ensemble."""
+
+    config: EnsembleConfig
+    generation_config: GenerationConfig
+    members: Sequence[Member]
+    tokenizer: PreTrainedTokenizerBase
+    """The primary's, as the ensemble hands it out."""
+
+    architecture: str
+    """Name of the ensemble's class."""
+
+    tags: Sequence[str]
+    """Of the README."""
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """A save that has been found possible: all checks are done, nothing is written."""
+
+    parts: EnsembleParts
+    config: EnsembleConfig
+    """As it is written."""
+
+    bundled: dict[str, Member] = field(default_factory=dict)
+    """The members to write, by their folder within the ensemble's."""
 
 
 def write_files(plan: SavePlan, folder: Path, max_shard_size: int | str, card: str | None) -> None:
@@ -38,10 +74,8 @@ def write_files(plan: SavePlan, folder: Path, max_shard_size: int | str, card: s
     if card is not None:
         (folder / "README.md").write_text(card, "utf-8")
     plan.config.save_pretrained(folder)
-    for file in folder.rglob("*.json"):
-        # Which holds texts only, and is large.
-        if file.name != "tokenizer.json":
-            _rewrite(file)
+    for file in folder.rglob("*config.json"):
+        _rewrite(file)
 
 
 def _write_member(member: Member, folder: Path, max_shard_size: int | str) -> None:
@@ -76,13 +110,19 @@ def _rewrite(file: Path) -> None:
 def _without_private(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_private(part) for key, part in value.items() if not _is_private(key, part)}
-    return (
-        [_without_private(part) for part in value if not _is_private("", part)] if isinstance(value, list) else value
-    )
+    if isinstance(value, list):
+        return [_without_private(part) for part in value if not _is_private("", part)]
+    return value
 
 
 def _is_private(key: str, value: Any) -> bool:
-    if key in _OF_ONE_MACHINE:
-        return True
-    is_path = isinstance(value, str) and key not in _ANY_TEXT and os.path.isabs(value)
-    return is_path and len(Path(value).parts) > 2
+    is_path = isinstance(value, str) and key not in _ANY_TEXT and os.path.isabs(value) and len(Path(value).parts) > 2
+    # Where labels have numbers, a label may have such a name.
+    return is_path or (key in _OF_ONE_MACHINE and type(value) is not int)
+
+
+def is_from_gguf(model: Any) -> bool:
+    """Whether a model was read from a GGUF file, so that its weights are unpacked and it still claims to be quantised."""
+    found = getattr(model.config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return getattr(method, "value", method) == "gguf"

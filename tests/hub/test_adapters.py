@@ -94,7 +94,7 @@ def test_an_adapters_folder_is_the_model_with_it(kind, base, tmp_path):
         assert_gives(ensemble, expected)
         item = ensemble.config.members[0]
         assert (item.path, item.adapter) == (str(base), str(tmp_path / "my-adapter"))
-        assert ensemble._members[0].name == ("base" if source == [apart] else "my-adapter")
+        assert ensemble.member_views[0].name == ("base" if source == [apart] else "my-adapter")
         assert not any(module.training for module in ensemble.members[0].modules())
 
 
@@ -341,7 +341,7 @@ def test_an_adapter_is_part_of_the_reference(base, adapter, tmp_path):
         ensemble.save_pretrained(tmp_path / "saved")
         loaded = EnsembleForCausalLM.from_pretrained(tmp_path / "saved")
         assert_gives(loaded, logits_of(model))
-        assert loaded._members[0].name == ensemble._members[0].name
+        assert loaded.member_views[0].name == ensemble.member_views[0].name
         member = json.loads((tmp_path / "saved" / "config.json").read_text())["members"][0]
         assert member["adapter"] == "../adapter"
 

@@ -29,8 +29,8 @@ def test_one_model_under_two_names_is_two_members(how, path, tmp_path):
         ensemble.save_pretrained(tmp_path / "saved", include_members=how == "bundled")
         ensemble = EnsembleForCausalLM.from_pretrained(tmp_path / "saved")
         assert len(list((tmp_path / "saved").glob("members/*"))) == (how == "bundled")
-    assert [member.name for member in ensemble._members] == ["a", "b"]
-    assert [3 in member.eos_token_ids for member in ensemble._members] == [False, True]
+    assert [member.name for member in ensemble.member_views] == ["a", "b"]
+    assert [3 in member.eos_token_ids for member in ensemble.member_views] == [False, True]
     assert ensemble.members[0] is ensemble.members[1]
     inputs = ensemble.tokenizer("The cat", return_tensors="pt")
     options = {"max_new_tokens": 4, "do_sample": False}
@@ -44,10 +44,10 @@ def test_an_error_names_the_entry_that_it_is_about(path, monkeypatch):
     ensemble = EnsembleForCausalLM.from_pretrained(
         [MemberConfig(path=path, name="a"), MemberConfig(path=path, name="b")]
     )
-    names = [ensemble._members[n].not_finite("in row 0 at step 1").args[0].split(" gave")[0] for n in range(2)]
+    names = [ensemble.member_views[n].not_finite("in row 0 at step 1").args[0].split(" gave")[0] for n in range(2)]
     assert names == ["member 'a'", "member 'b'"]
 
 
 def test_names_are_taken_from_paths_where_none_is_given(path):
     ensemble = EnsembleForCausalLM.from_pretrained([path, MemberConfig(path=path, name="again"), path])
-    assert [member.name for member in ensemble._members] == ["model", "again", "model"]
+    assert [member.name for member in ensemble.member_views] == ["model", "again", "model"]
