@@ -1,5 +1,6 @@
 """Arithmetic as CUDA graphs, since launching its many small kernels takes longer than running them."""
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -44,8 +45,20 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -
     """
     torch.cuda.current_blas_handle()  # a thread's first one can't be made while it captures
     graphing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-    with lock_of(stream), _capturing, graphing:
+    with lock_of(stream), _capturing, _no_collection(), graphing:
         yield
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let the garbage collector wait: a graph that it frees in this thread would spoil a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass
