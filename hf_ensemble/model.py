@@ -28,9 +28,8 @@ from .config import (
     check_positive_integer,
     method_config,
 )
-from .decoding.call import Call
+from .decoding.call import Call, take_prompt
 from .decoding.kept import Kept
-from .decoding.prompts import OwnPrompts, encode_primary_prompt, prepare_prompt
 from .decoding.refusals import refuse_for_ensembles, refuse_without_output
 from .decoding.step_weights import StepWeights, WeightsLike
 from .errors import ConfigurationError
@@ -422,7 +421,6 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
         with _ended_on_failure(streamer):
             call = self._call(method, weights)
             call.has_cache = any(kwargs.get(key) is not None for key in ("past_key_values", "cache"))
-            kwargs.pop("token_type_ids", None)
             settings = self._prepare_generation_config(  # type: ignore[misc]
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
             )[0]
@@ -443,13 +441,7 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
                 check_positive_integer("num_decision_entries", num_decision_entries)
                 call.num_decision_entries = num_decision_entries
             running = Running(mode_for_generate(call, settings, arguments, speculation))
-            mask = kwargs.get("attention_mask")
-            inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
-            if inputs is None:
-                inputs, mask, member_prompts = encode_primary_prompt(self._members[0], member_prompts)
-            if inputs is not None:
-                inputs, kwargs["attention_mask"] = prepare_prompt(self._members[0], inputs, mask)
-            call.own_prompts = OwnPrompts(call.renderers, member_prompts, 1 if inputs is None else len(inputs))
+            inputs = take_prompt(call, inputs, kwargs, member_prompts)
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
             output = super().generate(
@@ -461,9 +453,7 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
                 **arguments,
                 **kwargs,
             )
-            if not isinstance(output, Tensor):
-                running.mode.fill(output, settings)
-            return output
+            return running.filled(output, settings)
 
     @torch.no_grad()
     def score(

@@ -12,7 +12,7 @@ from ..members.member import Member
 from ..methods.base import TokenMethod, eos_ids_of
 from ..methods.primary_alone import PrimaryAlone
 from .kept import Kept
-from .prompts import OwnPrompts
+from .prompts import OwnPrompts, encode_primary_prompt, prepare_prompt
 from .step_weights import StepWeights
 
 
@@ -60,6 +60,34 @@ class Call:
         if self.is_by_primary:
             return PrimaryAlone(self.kept.union, eos_ids_of(self.members, end_ids(settings)), self.members[0].device)
         return self.kept.method(self.config, end_ids(settings))
+
+
+def take_prompt(
+    call: Call, inputs: Tensor | None, kwargs: dict[str, Any], member_prompts: Sequence[Any] | None
+) -> Tensor | None:
+    """Take the prompt out of what `generate` was called with, and what members read in its place into the call.
+
+    Args:
+        call: What the call works with; its `own_prompts` are set.
+        inputs: The primary's ids of shape `(batch_size, length)`; None if they are in `kwargs`, or nowhere.
+        kwargs: The keyword arguments of `generate`; the ids are taken out, and the mask put in.
+        member_prompts: As in `generate`.
+
+    Returns:
+        The ids, left-padded; None if there are none.
+
+    Raises:
+        ConfigurationError: If they do not fit.
+    """
+    kwargs.pop("token_type_ids", None)  # harmless, and part of what some tokenizers return
+    primary, mask = call.members[0], kwargs.get("attention_mask")
+    inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
+    if inputs is None:
+        inputs, mask, member_prompts = encode_primary_prompt(primary, member_prompts)
+    if inputs is not None:
+        inputs, kwargs["attention_mask"] = prepare_prompt(primary, inputs, mask)
+    call.own_prompts = OwnPrompts(call.renderers, member_prompts, 1 if inputs is None else len(inputs))
+    return inputs
 
 
 def end_ids(settings: Any) -> list[int]:

@@ -1,6 +1,5 @@
 """The rows of a call that still write, and the state of every member that runs in them."""
 
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -211,7 +210,7 @@ class LiveRows:
         for row, member, limit in self._full_rows():
             if not ends[row]:
                 full.add(row)
-                warnings.warn(messages.no_position_left(member.name, limit, row, self.num_steps), stacklevel=2)
+                messages.warn(messages.no_position_left(member.name, limit, row, self.num_steps))
         return full
 
     def check_room(self) -> None:

@@ -1,6 +1,5 @@
 """What every member reads of a call's prompts."""
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +132,7 @@ def prepare_prompt(primary: Member, ids: Any, mask: Tensor | None) -> tuple[Tens
     ids = ids.long()
     if mask is not None and ids.shape[1] and bool((mask[:, :-1] > mask[:, 1:]).any()):
         # Left padding is what a decoder needs; the order of the real ids stays.
-        warnings.warn("the prompt is padded on the right: its padding is moved to the left.", stacklevel=4)
+        messages.warn("the prompt is padded on the right: its padding is moved to the left.")
         order = (mask != 0).long().argsort(dim=-1, stable=True)
         ids, mask = ids.gather(-1, order), mask.gather(-1, order)
     if mask is None and ids.shape[1]:
@@ -264,9 +263,8 @@ def _warn_of_control_tokens(primary: Member, rows: Sequence[Sequence[int]]) -> N
         dropped.update(i for i in ids[leading:] if primary.is_control(i))
     if dropped:
         tokens = primary.tokenizer.convert_ids_to_tokens(sorted(dropped))
-        warnings.warn(
+        messages.warn(
             f"the prompt holds control tokens of the primary {primary.name!r}, which the other members do not read: "
             f"{', '.join(tokens)}. For a conversation, pass the ids of `ensemble.apply_chat_template(messages, ...)` as "
-            "they are: every member then reads it in its own template.",
-            stacklevel=3,
+            "they are: every member then reads it in its own template."
         )

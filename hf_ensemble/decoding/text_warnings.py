@@ -1,8 +1,8 @@
 """Warnings, once each, of what was written or read and is not all that it seems."""
 
-import warnings
 from collections.abc import Collection, Mapping
 
+from .. import messages
 from ..members.member import Member
 from ..members.state import MemberState
 from ..vocabulary.context import MemberContext
@@ -18,10 +18,9 @@ def warn_of_losses(states: Mapping[int, MemberState[MemberContext]], warned: set
     for index, state in states.items():
         if index not in warned and any(context.is_lossy for context in state.contexts):
             warned.add(index)
-            warnings.warn(
+            messages.warn(
                 f"member {state.member.name!r} does not read the text exactly: its tokenizer rewrites some of it, or "
-                "cannot write it. What the ensemble writes is not affected.",
-                stacklevel=3,
+                "cannot write it. What the ensemble writes is not affected."
             )
 
 
@@ -38,8 +37,7 @@ def warn_of_control(primary: Member, primary_id: int, end_ids: Collection[int], 
         return
     warned.add(primary_id)
     token = primary.tokenizer.convert_ids_to_tokens(primary_id)
-    warnings.warn(
+    messages.warn(
         f"the primary {primary.name!r} wrote the control token {token!r} (id {primary_id}), which writes no "
-        f"text and does not end the row. If it should end it, pass `eos_token_id` with {primary_id} in it.",
-        stacklevel=3,
+        f"text and does not end the row. If it should end it, pass `eos_token_id` with {primary_id} in it."
     )

@@ -23,6 +23,12 @@ class Running:
 
     mode: Mode
 
+    def filled(self, output: Any, settings: GenerationConfig) -> Any:
+        """What `generate` returns: ids as they are, an output object with what the mode puts in."""
+        if not isinstance(output, Tensor):
+            self.mode.fill(output, settings)
+        return output
+
 
 class CallProcessors(LogitsProcessorList):
     """The processors of a call, which carry its mode from hook to hook."""

@@ -5,7 +5,6 @@ Reference:
     (https://arxiv.org/abs/2409.18583).
 """
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -237,7 +236,7 @@ class SpanDecoder:
     def _warn_of_end(self, place: int, member: Member) -> None:
         row = self._live[place]
         end = messages.no_position_left(member.name, member.max_positions, row.number, row.num_decided)
-        warnings.warn(end, stacklevel=2)
+        messages.warn(end)
 
     def _keep(self, places: Sequence[int]) -> None:
         """Let only these rows take part from now on."""

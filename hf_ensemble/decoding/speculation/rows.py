@@ -1,6 +1,5 @@
 """What has been decided of each row, and what of that is still to be handed out."""
 
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ... import messages
 from ...errors import MemberError
 from .drafts import PromptLookup
 from .stats import SpeculationRound
@@ -74,5 +74,5 @@ class Row:
         if isinstance(end, MemberError):
             raise end
         if end is not None:
-            warnings.warn(end, stacklevel=2)
+            messages.warn(end)
         return None
