@@ -21,7 +21,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
 
     The model that generates is the primary; the others run inside the processor. Entries that the primary's vocabulary
     lacks count for the first id that writes them. The leading run of pad ids in a row is padding. A column that arrives
-    at `-inf` leaves at `-inf`. Put it first in the list: a repetition penalty that `generate` itself adds acts on the
+    at `-inf`, or at the least number there is, leaves at `-inf`. Put it first in the list: a repetition penalty that `generate` itself adds acts on the
     primary before it.
 
     Args:
@@ -74,7 +74,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         """Turn the primary's logits (or log-probabilities) into fused ones, of the same shape."""
         if self._decoder is None or not self._decoder.follow_beams(input_ids):
             self._decoder = self._start(input_ids, scores)
-        is_banned = scores == -torch.inf
+        is_banned = scores <= torch.finfo(scores.dtype).min / 2  # also as `remove_invalid_values` writes a ban
         self._decoder.is_constrained = self._decoder.method.proposes_few and bool(is_banned.any())
         # Whether these are logits or log-probabilities (as in beam search) shows in their own normalizer only.
         fused = self._decoder.fuse(scores, normalize=False) + scores.float().logsumexp(-1, keepdim=True)

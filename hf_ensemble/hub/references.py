@@ -162,7 +162,9 @@ def with_paths(item: MemberConfig, change: Callable[[str], str]) -> MemberConfig
         item: The member, which is not changed.
         change: Gives the new path, or Hub id, for each.
     """
-    changed: dict[str, Any] = {key: change(path) for key, path in paths_of(item).items()}
+    # What came from the Hub is no path, also where a folder of its name has appeared since.
+    commits = {"path": item.commit, "adapter": item.adapter_commit}
+    changed: dict[str, Any] = {key: path if commits.get(key) else change(path) for key, path in paths_of(item).items()}
     return dataclasses.replace(item, **changed)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import os
 import re
 import tempfile
@@ -175,18 +176,40 @@ def plan_save(parts: EnsembleParts, include_members: bool, folder: Path) -> Save
         ConfigurationError: If a member came from nowhere and is not to be written, cannot be written, or would be
             overwritten; or if a generation config cannot be saved.
     """
-    if include_members:
-        return _plan_bundle(parts)
-    items = []
     for item, member in zip(parts.config.members, parts.members, strict=True):
-        _check_reference(item, member)
-        if any(Path(path).resolve() == folder for path in paths_of(item).values()):
+        if not include_members:
+            _check_reference(item, member)
+        subfolders = {"path": item.subfolder, "adapter": item.adapter_subfolder}
+        places = {Path(path, subfolders.get(key) or "").resolve() for key, path in paths_of(item).items()}
+        if folder in places:
             raise ConfigurationError(
                 f"the ensemble cannot be saved to {str(folder)!r}: member {member.name!r} lies there, and its "
                 "configuration would be overwritten. Choose another folder."
             )
-        items.append(with_paths(item, lambda path: saved_path(path, folder)))
-    return SavePlan(parts, _checked_config(parts, items))
+    if include_members:
+        plan = _plan_bundle(parts)
+    else:
+        items = [with_paths(item, lambda path: saved_path(path, folder)) for item in parts.config.members]
+        plan = SavePlan(parts, _checked_config(parts, items))
+    _check_folder(folder, plan)
+    return plan
+
+
+def _check_folder(folder: Path, plan: SavePlan) -> None:
+    """Refuse to write over what is no saved ensemble."""
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        config = None
+    if isinstance(config, dict) and config.get("model_type") == EnsembleConfig.model_type:
+        return
+    there = ["config.json"] if isinstance(config, dict) else []
+    there += [place for place in plan.bundled if (folder / place).exists()]
+    if there:
+        raise ConfigurationError(
+            f"the ensemble cannot be saved to {str(folder)!r}: {there[0]!r} lies there, is part of no saved ensemble, and "
+            "would be overwritten. Choose another folder."
+        )
 
 
 def plan_push(parts: EnsembleParts, include_members: bool, api: HfApi) -> SavePlan:

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,9 @@ _OF_ONE_MACHINE = (
 
 _ANY_TEXT = ("chat_template", "content")
 """Texts that may look like a path and are none."""
+
+_IN_A_HOME = re.compile(r"/home/\w|/Users/\w|/root/\w|[A-Za-z]:\\Users\\|(?:^|[=:\s])~/\w")
+"""What paths within a home folder look like, whoever's it is."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +113,23 @@ def _rewrite(file: Path) -> None:
 
 def _without_private(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_private(part) for key, part in value.items() if not _is_private(key, part)}
+        kept = {key: part for key, part in value.items() if not (_is_private(key, part) or _is_private("", key))}
+        return {key: _without_private(part) for key, part in kept.items()}
     if isinstance(value, list):
         return [_without_private(part) for part in value if not _is_private("", part)]
     return value
 
 
 def _is_private(key: str, value: Any) -> bool:
-    is_path = isinstance(value, str) and key not in _ANY_TEXT and os.path.isabs(value) and len(Path(value).parts) > 2
+    is_path = isinstance(value, str) and key not in _ANY_TEXT and _is_of_this_machine(value)
     # Where labels have numbers, a label may have such a name.
     return is_path or (key in _OF_ONE_MACHINE and type(value) is not int)
+
+
+def _is_of_this_machine(text: str) -> bool:
+    """Whether a text is a path that is there, or holds one within somebody's home: what else has slashes is no path."""
+    is_there = os.path.isabs(text) and len(Path(text).parts) > 2 and os.path.exists(text)
+    return is_there or str(Path.home()) in text or _IN_A_HOME.search(text) is not None
 
 
 def is_from_gguf(model: Any) -> bool:

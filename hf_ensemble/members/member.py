@@ -12,7 +12,7 @@ from ..chat.rendering import ChatRenderer
 from ..vocabulary.backend import without_dropout
 from ..vocabulary.encoding import ByteEncoder
 from ..vocabulary.rendered import RenderedEncoder
-from ..vocabulary.token_bytes import CONTROL, TokenBytes
+from ..vocabulary.token_bytes import TEXT, TokenBytes
 from .cache_probe import NUM_TRIAL_IDS, find_cache_mode
 from .cached_rows import CachedRows
 from .member_model import MemberModel
@@ -119,7 +119,7 @@ class Member(MemberModel):
         made_for = self.fingerprint()
         mode = self._found_modes.get(made_for)
         if mode is None:
-            text_ids = (self.encoder.token_bytes.kinds != CONTROL).nonzero()[0]
+            text_ids = (self.encoder.token_bytes.kinds == TEXT).nonzero()[0]
             ids = [int(text_ids[(n * 7919 + 13) % len(text_ids)]) for n in range(NUM_TRIAL_IDS)]
             mode, is_final = find_cache_mode(self, ids, lambda num_rows, mode: self.new_rows(num_rows, mode=mode))
             if is_final:

@@ -292,3 +292,38 @@ def test_a_label_list_of_the_default_method_chooses_what_the_members_prefer():
     whole = references("unite")[1]
     columns = whole.distribution(whole.prompt_state(prompt_ids())).columns
     assert output.sequences[0, -1].item() == max(words, key=columns.get)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"speculation": "ngram"}], ids=str)
+def test_bans_that_are_made_finite_hold_too(name, options):
+    allowed = {"prefix_allowed_tokens_fn": lambda row, ids: unlikely()}
+    output = generate(name, **allowed, remove_invalid_values=True, **options)
+    assert new_ids(output) == new_ids(generate(name, **allowed, **options))
+
+
+@pytest.mark.parametrize("ban", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_a_ban_may_be_any_very_low_number(ban):
+    def soft(input_ids, scores):
+        kept = torch.full_like(scores, ban)
+        kept[:, unlikely()] = scores[:, unlikely()]
+        return kept
+
+    output = generate("unite", logits_processor=LogitsProcessorList([soft]))
+    assert new_ids(output) == expected_ids("unite", allowed=unlikely())
+
+
+@pytest.mark.parametrize("method", ["gac", UniteConfig(top_k=3)], ids=str)
+def test_beside_a_plain_model_bans_that_are_made_finite_hold_too(method):
+    models, tokenizers = list(ensemble().members), ensemble().tokenizers
+    processor = EnsembleLogitsProcessor(models, tokenizers, method, WEIGHTS)
+    ids = models[0].generate(
+        torch.tensor([prompt_ids()]),
+        prefix_allowed_tokens_fn=lambda row, ids: unlikely(),
+        remove_invalid_values=True,
+        logits_processor=LogitsProcessorList([processor]),
+        max_new_tokens=4,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    assert set(ids[0, -4:].tolist()) <= set(unlikely())
