@@ -92,8 +92,8 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
     if config is not None and not os.path.isdir(place.path):
         item = dataclasses.replace(item, commit=place.commit(item.gguf_file or "config.json", hub))
     found = find_adapter(item, config is not None, hub)
-    if found.path != item.path or found.adapter == item.path:
-        if item.adapter is not None or found.path == item.path:
+    if found.path != item.path:
+        if item.adapter is not None:
             raise ConfigurationError(
                 f"member {name!r} cannot be loaded: {item.path!r} is an adapter itself, so an adapter cannot be put on it. "
                 "Name the model: `MemberConfig(path=<the model>, adapter=...)`."
