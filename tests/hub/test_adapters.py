@@ -355,3 +355,11 @@ def test_an_adapter_and_its_model_move_with_the_ensemble(tmp_path):
     EnsembleForCausalLM.from_pretrained([project / "runs" / "adapter"]).save_pretrained(project / "saved")
     project.rename(tmp_path / "elsewhere")
     assert_gives(EnsembleForCausalLM.from_pretrained(tmp_path / "elsewhere" / "saved"), logits_of(model))
+
+
+def test_an_adapter_whose_model_is_an_adapter_is_refused(adapter, tmp_path):
+    shutil.copytree(adapter, tmp_path / "own")
+    file = tmp_path / "own" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(adapter)}))
+    with pytest.raises(ConfigurationError, match="is an adapter itself"):
+        EnsembleForCausalLM.from_pretrained([str(tmp_path / "own")])
