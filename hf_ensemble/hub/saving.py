@@ -276,9 +276,7 @@ def _plan_bundle(parts: EnsembleParts) -> SavePlan:
             places[key] = place
             bundled[place] = member
         adapter = f"./{places[key]}/{ADAPTER_FOLDER}" if active_adapters(member.model) else None
-        bundled_item = MemberConfig(
-            path=f"./{places[key]}", adapter=adapter, dtype=str(member.model.dtype).removeprefix("torch.")
-        )
+        bundled_item = MemberConfig(path=f"./{places[key]}", adapter=adapter)
         own = {key: getattr(item, key) for key in ("name", "eos_token_id", "chat_template", "system_prompt")}
         items.append(dataclasses.replace(bundled_item, **own))
     return SavePlan(parts, _checked_config(parts, items), bundled)
@@ -307,7 +305,9 @@ def _check_generation_config(config: GenerationConfig | None, whose: str) -> Non
 
 def _checked_config(parts: EnsembleParts, items: list[MemberConfig]) -> EnsembleConfig:
     config = copy.deepcopy(parts.config)
-    config.members = items
+    # Members may have been cast since they were loaded.
+    dtypes = [str(member.model.dtype).removeprefix("torch.") for member in parts.members]
+    config.members = [dataclasses.replace(item, dtype=dtype) for item, dtype in zip(items, dtypes, strict=True)]
     config.architectures = [parts.architecture]
     if config.weights is not None:
         normalize_weights(config.weights, len(items), config.method.takes_weights_as_given)

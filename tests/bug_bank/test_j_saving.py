@@ -91,3 +91,11 @@ def test_a_head_wider_than_the_embeddings_works():
         inputs = ensemble.tokenizer("The cat", return_tensors="pt")
         texts.append(ensemble.generate(**inputs, max_new_tokens=6, do_sample=False).tolist())
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("include_members", [False, True])
+def test_members_that_were_cast_come_back_in_their_new_dtype(tmp_path, include_members):
+    ensemble = EnsembleForCausalLM.from_pretrained([saved(tmp_path / "a"), saved(tmp_path / "b", 1)]).bfloat16()
+    ensemble.save_pretrained(tmp_path / "out", include_members=include_members)
+    loaded = EnsembleForCausalLM.from_pretrained(tmp_path / "out")
+    assert {model.dtype for model in loaded.members} == {torch.bfloat16}
