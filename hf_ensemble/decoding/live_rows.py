@@ -61,7 +61,6 @@ class LiveRows:
             index: MemberState(members[index], rows, num_expected=max_new_tokens * (5 if index else 4) // 4)
             for index, rows in prompts.contexts.items()
         }
-        self._given: Tensor | None = None
         self._device = prompt_ids.device
         self._said: dict[int, Tensor | None] = {}
         self._silent_ids = silent_ids
