@@ -496,7 +496,7 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
         config.check_members(len(self._members))
         given = self.config.weights if weights is None else weights
         step_weights = StepWeights(given, len(self._members), config.takes_weights_as_given)
-        return Call(self._kept, config, step_weights, [member.renderer for member in self._members])
+        return Call(self._kept, config, step_weights)
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def packllm_weights(
         raise ConfigurationError("`input_ids` must be given: the weights depend on the prompt.")
     members = ensemble._members
     ids, mask = prepare_prompt(members[0], input_ids, attention_mask)
-    own = OwnPrompts([member.renderer for member in ensemble.member_views], member_prompts, len(ids))
+    own = OwnPrompts(members, member_prompts, len(ids))
     prompts = read_prompts(members, range(len(members)), "retokenize", ids, mask, own)
     losses = []
     for index, member in enumerate(members):

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..chat.rendering import ChatRenderer
 from ..config import MethodConfig
 from ..members.member import Member
 from ..methods.base import TokenMethod, eos_ids_of
@@ -24,7 +23,6 @@ class Call:
         kept: What the ensemble keeps from call to call, its members included.
         config: The method's options.
         weights: The step weights.
-        renderers: For each member, how it reads conversations.
         own_prompts: What members read in place of the text of the prompt ids.
         num_decision_entries: Number of each member's best entries that are recorded at each decision; None where
             decisions are not recorded.
@@ -34,7 +32,6 @@ class Call:
     kept: Kept
     config: MethodConfig
     weights: StepWeights
-    renderers: Sequence[ChatRenderer] = ()
     own_prompts: OwnPrompts | None = None
     num_decision_entries: int | None = None
     has_cache: bool = False
@@ -86,7 +83,7 @@ def take_prompt(
         inputs, mask, member_prompts = encode_primary_prompt(primary, member_prompts)
     if inputs is not None:
         inputs, kwargs["attention_mask"] = prepare_prompt(primary, inputs, mask)
-    call.own_prompts = OwnPrompts(call.renderers, member_prompts, 1 if inputs is None else len(inputs))
+    call.own_prompts = OwnPrompts(call.members, member_prompts, 1 if inputs is None else len(inputs))
     return inputs
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import messages
 from ..chat.memory import recall
-from ..chat.rendering import ChatRenderer
 from ..errors import ConfigurationError
 from ..members.member import Member
 from ..members.state import MemberState, padded_left
@@ -40,7 +39,7 @@ class OwnPrompts:
     That is a prompt of their own where one is given, else their rendering of the conversation that the ids stand for.
 
     Args:
-        renderers: For each member, how it reads conversations.
+        members: The members; the first is the primary.
         member_prompts: For each member its own plain text: one for all rows, or a list with one per row; None, also in
             such a list, where it has none.
         num_rows: Number of prompts.
@@ -49,21 +48,18 @@ class OwnPrompts:
         ConfigurationError: If there is not one entry per member, or not one text per row, or the primary has one.
     """
 
-    def __init__(
-        self, renderers: Sequence[ChatRenderer], member_prompts: Sequence[Any] | None = None, num_rows: int = 1
-    ):
-        self.renderers = renderers
-        count = len(renderers)
+    def __init__(self, members: Sequence[Member], member_prompts: Sequence[Any] | None = None, num_rows: int = 1):
+        count = len(members)
         given = [None] * count if member_prompts is None else member_prompts
         if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) != count:
             raise ConfigurationError(
                 f"`member_prompts` must be a list with one entry for each of the {count} members, but is {given!r:.200}."
             )
         texts = [list(entry) if isinstance(entry, (list, tuple)) else [entry] * num_rows for entry in given]
-        for renderer, rows in zip(renderers, texts, strict=True):
+        for member, rows in zip(members, texts, strict=True):
             if len(rows) != num_rows or not all(text is None or isinstance(text, str) for text in rows):
                 raise ConfigurationError(
-                    f"`member_prompts` of member {renderer.name!r} must be a text, None, or a list of one of these for "
+                    f"`member_prompts` of member {member.name!r} must be a text, None, or a list of one of these for "
                     f"each of the {num_rows} rows, but is {rows!r:.200}."
                 )
         if any(text is not None for text in texts[0]):
@@ -219,8 +215,7 @@ def read_prompts(
                 if index == 0:
                     contexts[index].append(MemberContext.of_ids(member.encoder, row))
                 elif given is None and conversation is not None:
-                    assert own is not None
-                    rendered = own.renderers[index].ids(conversation)
+                    rendered = member.renderer.ids(conversation)
                     contexts[index].append(MemberContext.of_rendering(member.encoder, resync, rendered))
                 else:
                     data = text if given is None else given.encode("utf-8", "replace")

@@ -83,4 +83,4 @@ class SpanMode(Mode):
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Score by the mean over the members of each one's own log-probability."""
-        return score_by_spans(self.call.members, self.call.renderers, batch)
+        return score_by_spans(self.call.members, batch)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..chat.rendering import ChatRenderer
 from ..config import check_positive_integer
 from ..decoding.prompts import OwnPrompts, read_prompts
 from ..decoding.step_weights import StepWeights
@@ -115,12 +114,11 @@ def score_alone(primary: Member, batch: Batch) -> Found:
     return [(score.log_prob, score.is_greedy) for score in scores]
 
 
-def score_by_spans(members: Sequence[Member], renderers: Sequence[ChatRenderer], batch: Batch) -> Found:
+def score_by_spans(members: Sequence[Member], batch: Batch) -> Found:
     """Score a batch by the mean over the members of each one's own log-probability of the continuation.
 
     Args:
         members: The members; the first is the primary.
-        renderers: For each member, how it reads a conversation that a prompt's ids stand for.
         batch: The batch; its weights say only who takes part.
 
     Raises:
@@ -128,7 +126,7 @@ def score_by_spans(members: Sequence[Member], renderers: Sequence[ChatRenderer],
         MemberError: If a member fails or gives NaN, or none can write a continuation.
     """
     ids, mask = padded_left([pair.prompt for pair in batch.pairs])
-    prompts = read_prompts(members, batch.weights.participants, "append", ids, mask, OwnPrompts(renderers))
+    prompts = read_prompts(members, batch.weights.participants, "append", ids, mask, OwnPrompts(members))
     scores = score_by_member(members, own_pairs(members, prompts, batch.pairs), batch.names)
     found = []
     for row, name in enumerate(batch.names):

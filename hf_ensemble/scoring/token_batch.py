@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from .. import messages
-from ..chat.rendering import ChatRenderer
 from ..config import MethodConfig
 from ..decoding.prompts import OwnPrompts, Prompts, read_prompts
 from ..decoding.step import FusedStep
@@ -26,7 +25,6 @@ class TokenBatch:
 
     Args:
         members: The members; the first is the primary.
-        renderers: For each member, how it reads a conversation that a prompt's ids stand for.
         method: The method, made for these members.
         config: The method's options.
         batch: The batch.
@@ -39,7 +37,6 @@ class TokenBatch:
     def __init__(
         self,
         members: Sequence[Member],
-        renderers: Sequence[ChatRenderer],
         method: TokenMethod,
         config: MethodConfig,
         batch: Batch,
@@ -56,7 +53,7 @@ class TokenBatch:
         self._plans = self._plans_of(batch.weights, ids)  # (1 or num_steps, B, M)
         running = batch.weights.participants | ({0} if method.starts_from_primary else set())
         running |= set() if self._gate is None else {self._gate[0]}
-        prompts = read_prompts(members, running, method.resync, ids, mask, OwnPrompts(renderers))
+        prompts = read_prompts(members, running, method.resync, ids, mask, OwnPrompts(members))
         self._texts = {index: self._texts_of(index, prompts) for index in sorted(running)}
         if 0 not in running and any(any(text.sits_out) for rows in self._texts.values() for text in rows.values()):
             # Where nobody else can, the primary goes on.
