@@ -7,10 +7,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..members.contexts import PlainContext
 from ..members.member import Member
-from ..members.state import MemberState
-from ..vocabulary.context import MemberContext
+from ..members.state import MemberState, PlainContext
+from ..vocabulary.context import MemberContext, num_common
 
 _MAX_LOGITS = 2**26
 """Most logits of one member that are held at once."""
@@ -59,17 +58,18 @@ class ForcedText:
         changes: list[tuple[int, list[int]]] = []
         sits_out = [context.sits_out]
         for data in written:
-            context.num_kept = len(context.ids)
+            before = list(context.ids)
             context.write(data)
-            changes.append((context.num_kept, context.ids[context.num_kept :]))
+            num_same = num_common(before, context.ids)
+            changes.append((num_same, context.ids[num_same:]))
             sits_out.append(context.sits_out)
         shared = [len(context.ids)]
-        for num_kept, _ in reversed(changes):
-            shared.append(min(num_kept, shared[-1]))
+        for num_same, _ in reversed(changes):
+            shared.append(min(num_same, shared[-1]))
         shared.reverse()
         tails = [ids[shared[0] :]]
-        for (num_kept, new), num_shared in zip(changes, shared[1:], strict=True):
-            ids[num_kept:] = new
+        for (num_same, new), num_shared in zip(changes, shared[1:], strict=True):
+            ids[num_same:] = new
             tails.append(ids[num_shared:])
         return cls(list(context.ids), shared, tails, sits_out)
 
@@ -167,7 +167,7 @@ class ForcedMember:
         state = MemberState(self.member, [PlainContext(list(ids)) for ids in distinct])
         state.logits()
         prompts = [distinct.index(ids) for ids in first.values()]
-        state.select(prompts, [PlainContext(list(distinct[n]), len(distinct[n])) for n in prompts])
+        state.select(prompts, [PlainContext(list(distinct[n])) for n in prompts])
         return state
 
     def _run_trunks(self, start: int, stop: int) -> None:
@@ -176,7 +176,7 @@ class ForcedMember:
             text = self._texts[row]
             # A row of no id is no input for a model.
             low, high = (max(1, text.shared[step]) for step in (start, min(stop, text.num_steps) - 1))
-            self._state.contexts[place].change(text.trunk[:high])
+            self._state.contexts[place].ids = text.trunk[:high]
             wanted.append(high - low + 1)
             ends.append(high)
         logits = self._state.logits(wanted)
@@ -189,15 +189,15 @@ class ForcedMember:
         self._logits.append(logits.reshape(-1, logits.shape[-1]))
 
     def _run_branches(self, branches: Sequence[tuple[int, int]]) -> None:
-        twin = self._state.fork([self._live.index(row) for row, _ in branches])
-        twin.follow([PlainContext(self._texts[row].context(step)) for row, step in branches])
+        contexts = [PlainContext(self._texts[row].context(step)) for row, step in branches]
+        twin = self._state.fork([self._live.index(row) for row, _ in branches], contexts)
         self._place_of.update((branch, (len(self._logits), place)) for place, branch in enumerate(branches))
         self._logits.append(twin.logits())
 
     def _run_step(self, step: int) -> None:
         places = [place for place, row in enumerate(self._live) if self._texts[row].num_steps > step]
         for place in places:
-            self._state.contexts[place].change(self._texts[self._live[place]].context(step))
+            self._state.contexts[place].ids = self._texts[self._live[place]].context(step)
         if places:
             self._place_of.update(((self._live[place], step), (len(self._logits), place)) for place in places)
             self._logits.append(self._state.logits(rows=places))

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import messages
 from .cached_rows import CachedRows
-from .contexts import PlainContext
 from .member_model import MemberModel, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -115,8 +114,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 def _logits_without_cache(texts: Sequence[list[int]], new_rows: NewRows) -> Tensor:
     """What `_logits_in_mode` has to give, from one forward for each text."""
-    contexts = [PlainContext(ids) for ids in texts]
-    logits = new_rows(len(texts), "recompute").forward(contexts, [len(ids) for ids in texts])
+    logits = new_rows(len(texts), "recompute").forward(texts, [len(ids) for ids in texts])
     seen = [torch.stack([logits[text, num - 1 - len(texts[text])] for text, num in step]) for step in _STEPS]
     return torch.stack(seen).float()
 
@@ -124,12 +122,8 @@ def _logits_without_cache(texts: Sequence[list[int]], new_rows: NewRows) -> Tens
 def _logits_in_mode(mode: str, texts: Sequence[list[int]], new_rows: NewRows) -> Tensor:
     """Logits of two rows along the steps, of shape `(num_steps, 2, vocab_size)`."""
     rows = new_rows(2, mode)
-    contexts = [PlainContext([]), PlainContext([])]
     seen = []
     for step in _STEPS:
-        for context, (text, num) in zip(contexts, step, strict=True):
-            context.change(texts[text][:num])
-        seen.append(rows.collect(rows.forward(contexts, [1, 1]))[:, -1])
-        for context in contexts:
-            context.num_kept = len(context.ids)
+        logits = rows.forward([texts[text][:num] for text, num in step], [1, 1])
+        seen.append(rows.collect(logits)[:, -1])
     return torch.stack(seen).float()

@@ -7,27 +7,38 @@ from typing import Any
 
 from torch import Tensor
 
-from .contexts import ContextIds
+from ..vocabulary.context import num_common
+
+AHEAD = -1
+"""Stands for a cached id that the host does not know yet: the text says what it is when it is read next."""
 
 
 class CachedRows(ABC):
     """A member's caches for the rows of a call.
 
+    Args:
+        num_rows: Number of rows.
+
     Attributes:
         mode: The cache mode; see `Member.cache_mode`.
+        cached: The ids of each row that are in its cache. Nothing else says how much of a text is cached: what a text
+            has in common with them need not be computed again.
         num_forwards: Number of forward passes that the last `forward` took.
     """
 
     mode: str
     num_forwards = 1
 
+    def __init__(self, num_rows: int):
+        self.cached: list[list[int]] = [[] for _ in range(num_rows)]
+
     @abstractmethod
-    def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
-        """Start to bring every row to its context.
+    def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
+        """Start to bring every row to its text.
 
         Args:
-            contexts: One a row.
-            num_last: After how many last ids of each row logits are wanted.
+            texts: The ids of each row. A row that has to wait is given what it has cached.
+            num_last: After how many last ids of each row logits are wanted; 0 for a row that has to wait.
 
         Returns:
             Logits of shape `(num_rows, max(num_last), vocab_size)`, each row's at the right edge; to be read after
@@ -68,3 +79,23 @@ class CachedRows(ABC):
     def beside(self) -> AbstractContextManager[None]:
         """Launch beside all that is not told to wait for these rows."""
         return nullcontext()
+
+    def num_cached(self, row: int, text: Sequence[int]) -> int:
+        """How many leading ids of a text are in the cache of a row."""
+        held = self.cached[row]
+        if held and held[-1] == AHEAD and len(text) >= len(held):
+            held[-1] = text[len(held) - 1]
+        return num_common(held, text)
+
+    def _num_new(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> int:
+        """How many ids every row takes in a forward pass: what the most of them need, those of their logits included."""
+        return max(
+            max(wanted, 1, len(text) - self.num_cached(row, text))
+            for row, (text, wanted) in enumerate(zip(texts, num_last, strict=True))
+        )
+
+
+def last_ids(text: Sequence[int], count: int) -> list[int]:
+    """So many last ids of a text, after zeros where it has fewer."""
+    tail = list(text[-count:])
+    return [0] * (count - len(tail)) + tail

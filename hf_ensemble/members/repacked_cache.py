@@ -10,8 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import MemberError
-from .cached_rows import CachedRows
-from .contexts import ContextIds, PlainContext, last_ids, num_new_ids
+from .cached_rows import CachedRows, last_ids
 from .member_model import MemberModel
 
 _ROOM = 64
@@ -107,7 +106,7 @@ class RepackedRows(CachedRows):
         self._begin(num_rows)
 
     def _begin(self, num_rows: int) -> None:
-        self.lengths = [0] * num_rows
+        super().__init__(num_rows)
         self.cache = DynamicCache(config=self.member.model.config)
         windows = [
             layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0 for layer in self.cache.layers
@@ -117,41 +116,36 @@ class RepackedRows(CachedRows):
         self.cache.layers = [_WindowLayer(self._window) if window else _RoomyLayer() for window in windows]
         self.cache.layer_class_to_replicate = _RoomyLayer
 
-    def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
-        """Bring rows to their contexts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
-        num_new = num_new_ids(contexts, self.lengths, num_last)
-        kept = [max(0, len(context.ids) - num_new) for context in contexts]
+    def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
+        """Bring rows to their texts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
+        num_new = self._num_new(texts, num_last)
+        kept = [max(0, len(text) - num_new) for text in texts]
         if not self._keep(kept):
-            return self.forward(self._brought_nearer(contexts), num_last)
+            self._bring_nearer(texts)
+            return self.forward(texts, num_last)
         width = max(kept)
         device = self.member.device
-        ids = torch.tensor([last_ids(context, num_new) for context in contexts])
-        starts = torch.tensor([len(context.ids) - num_new for context in contexts])
-        positions = (starts[:, None] + torch.arange(num_new)).clamp_min(0)
+        ids = torch.tensor([last_ids(text, num_new) for text in texts])
+        lengths = torch.tensor(list(map(len, texts)))
+        positions = (lengths[:, None] - num_new + torch.arange(num_new)).clamp_min(0)
         mask = None
-        lengths = torch.tensor([len(context.ids) for context in contexts])
-        if min(len(context.ids) for context in contexts) < width + num_new:
+        if min(map(len, texts)) < width + num_new:
             mask = (torch.arange(width + num_new) >= width + num_new - lengths[:, None]).long().to(device)
         logits = self.member.forward(ids.to(device), positions.to(device), mask, self.cache, max(num_last))
-        self.lengths = lengths.tolist()
+        self.cached = list(map(list, texts))
         return logits
 
-    def _brought_nearer(self, contexts: Sequence[ContextIds]) -> Sequence[ContextIds]:
-        """Do a part of what brings rows to their contexts where they cannot roll back far enough to do it at once.
+    def _bring_nearer(self, texts: Sequence[Sequence[int]]) -> None:
+        """Do a part of what brings rows to their texts where they cannot roll back far enough to do it at once.
 
         Rows with many new ids, for which the others would roll back, take the first of them; where there is no such row
         all begin anew.
-
-        Returns:
-            The contexts, with how much of each is cached now.
         """
-        known = [min(context.num_kept, length) for context, length in zip(contexts, self.lengths, strict=True)]
-        nearer = [PlainContext(context.ids[: n + _MARGIN], n) for context, n in zip(contexts, known, strict=True)]
-        if all(len(near.ids) == len(context.ids) for near, context in zip(nearer, contexts, strict=True)):
-            self._begin(len(contexts))
-            return contexts
-        self.forward(nearer, [1] * len(nearer))
-        return [PlainContext(context.ids, len(near.ids)) for context, near in zip(contexts, nearer, strict=True)]
+        nearer = [text[: self.num_cached(row, text) + _MARGIN] for row, text in enumerate(texts)]
+        if list(map(len, nearer)) == list(map(len, texts)):
+            self._begin(len(texts))
+        else:
+            self.forward(nearer, [1] * len(nearer))
 
     def _keep(self, kept: list[int]) -> bool:
         """Roll every row back to `kept` ids and move what stays to the right edge.
@@ -160,10 +154,11 @@ class RepackedRows(CachedRows):
             False, and nothing is changed, where a window layer has dropped what the next forward reads.
         """
         width, new_width = self.cache.get_seq_length(), max(kept)
-        if width == 0 or (kept == self.lengths and width == new_width):
+        lengths = list(map(len, self.cached))
+        if width == 0 or (kept == lengths and width == new_width):
             return True
         # Column c of the new cache comes from old column c + shift of its row.
-        shifts = [width - new_width - (length - k) for length, k in zip(self.lengths, kept, strict=True)]
+        shifts = [width - new_width - (length - k) for length, k in zip(lengths, kept, strict=True)]
         layers = self._filled_layers()
         lost = [max(layer.num_dropped for layer in layers) - shift for shift in shifts]
         # Only what rows have there counts: not what is before their beginning.
@@ -199,6 +194,7 @@ class RepackedRows(CachedRows):
     def fork(self, rows: Sequence[int]) -> "RepackedRows":
         """Rows of their own that continue from these."""
         twin = copy.copy(self)
+        twin.cached = list(map(list, self.cached))
         # Both may hold the same tensors, as long as neither writes into them.
         for layer in self._filled_layers():
             layer.give_up_room()
@@ -211,7 +207,7 @@ class RepackedRows(CachedRows):
 
     def adopt(self, fork: "RepackedRows", rows: Sequence[int | None]) -> None:
         """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
-        num_rows = len(self.lengths)
+        num_rows = len(self.cached)
         self._join(fork)
         self.select([place if row is None else num_rows + row for place, row in enumerate(rows)])
 
@@ -222,13 +218,13 @@ class RepackedRows(CachedRows):
             mine.keys = _join_rows(mine.keys, theirs.keys, width - dropped)
             mine.values = _join_rows(mine.values, theirs.values, width - dropped)
             mine.num_dropped = dropped
-        self.lengths = [*self.lengths, *other.lengths]
+        self.cached = [*self.cached, *other.cached]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep, repeat or drop rows."""
-        if list(rows) == list(range(len(self.lengths))):
+        if list(rows) == list(range(len(self.cached))):
             return
-        self.lengths = [self.lengths[row] for row in rows]
+        self.cached = [list(self.cached[row]) for row in rows]
         index = torch.tensor(list(rows), dtype=torch.long)
         for layer in self._filled_layers():
             layer.keys = layer.keys[index.to(layer.keys.device)]

@@ -3,22 +3,35 @@
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..vocabulary.context import num_common
-from .cached_rows import CachedRows
-from .contexts import ContextIds, WaitingContext
+from .cached_rows import AHEAD, CachedRows
 from .member import Member
 
-C = TypeVar("C", bound=ContextIds)
+
+class Context(Protocol):
+    """What a state reads of a row."""
+
+    ids: list[int]
+
+
+@dataclass
+class PlainContext:
+    """Ids that whoever holds them changes."""
+
+    ids: list[int]
+
+
+C = TypeVar("C", bound=Context)
 
 
 class MemberState(Generic[C]):
-    """A member's caches for the rows of one call: brings every row to its context and gives the logits after it.
+    """A member's caches for the rows of a call: brings every row to its context and gives the logits after it.
 
     Args:
         member: The member.
@@ -27,6 +40,8 @@ class MemberState(Generic[C]):
         num_expected: Number of ids by which each row is expected to grow.
 
     Attributes:
+        contexts: What each row is brought to when its logits are asked for; others may be put in their place, of which
+            only what is new is computed.
         num_forwards: Number of forward passes so far.
     """
 
@@ -38,7 +53,7 @@ class MemberState(Generic[C]):
         self._num_expected = num_expected
         self._logits: Tensor | None = None
         self._is_pending = False
-        self._lengths: list[int] = []
+        self._has_logits = [False] * len(self.contexts)  # whether `_logits` are those after what is cached of a row
 
     @cached_property
     def _rows(self) -> CachedRows:
@@ -81,36 +96,23 @@ class MemberState(Generic[C]):
     def start(self, num_last: int | Sequence[int] = 1, rows: Sequence[int] | None = None) -> None:
         """Start what `logits` with the same arguments waits for, so that members run side by side."""
         of_rows = [num_last] * len(self.contexts) if isinstance(num_last, int) else list(num_last)
-        num_last = max(of_rows)
-        if rows is None or not self._lengths:
-            rows = range(len(self.contexts))
-        stale = [
-            row
-            for row, context in enumerate(self.contexts)
-            if not self._lengths or not len(context.ids) == self._lengths[row] == context.num_kept
-        ]
-        wanted = set(stale).intersection(rows)
-        if self._logits is None or self._logits.shape[1] < num_last or wanted:
-            contexts: list[ContextIds] = list(self.contexts)
-            for row in set(stale).difference(rows):
-                kept = self.contexts[row].num_kept
-                if kept:
-                    contexts[row] = WaitingContext(self.contexts[row].ids[:kept], kept)
-                else:
-                    # Nothing of it stays, and a row of nothing but padding is no input for a model.
-                    wanted.add(row)
-            self._logits = self._rows.forward(contexts, of_rows)
-            self._is_pending = True
-            self.num_forwards += self._rows.num_forwards
-            # A row that waits is not up to date, whatever its context becomes.
-            self._lengths = [-1 if isinstance(c, WaitingContext) else len(c.ids) for c in contexts]
-            for row in wanted:
-                self.contexts[row].num_kept = len(self.contexts[row].ids)
+        held, fresh = self._rows.cached, self._up_to_date()
+        wanted = set(range(len(held)) if rows is None else rows)
+        # A row of nothing but padding is no input for a model.
+        wanted.update(row for row, ids in enumerate(held) if not ids)
+        if wanted <= fresh and self._logits is not None and self._logits.shape[1] >= max(of_rows):
+            return
+        wanted |= fresh
+        texts = [context.ids if row in wanted else held[row] for row, context in enumerate(self.contexts)]
+        self._logits = self._rows.forward(texts, [n if row in wanted else 0 for row, n in enumerate(of_rows)])
+        self._is_pending = True
+        self.num_forwards += self._rows.num_forwards
+        self._has_logits = [row in wanted for row in range(len(texts))]
 
     def run_ahead(self, last_ids: Tensor) -> bool:
         """Start the step after one more id of every row before the host knows it, where the cache allows.
 
-        The contexts must grow by these ids before they are read again.
+        The contexts must grow by these ids before they are read again; if they do not, say so by `forget_ahead`.
 
         Args:
             last_ids: On the member's device, of shape `(num_rows,)`.
@@ -118,22 +120,36 @@ class MemberState(Generic[C]):
         Returns:
             Whether it was started.
         """
-        has_read_all = self._lengths and all(
-            len(context.ids) == length == context.num_kept
-            for context, length in zip(self.contexts, self._lengths, strict=True)
-        )
         limit = self.member.max_positions
-        if not has_read_all or (limit is not None and max(self._lengths) >= limit):
+        is_full = limit is not None and any(len(context.ids) >= limit for context in self.contexts)
+        if not self.contexts or is_full or len(self._up_to_date()) < len(self.contexts):
             return False
         logits = self._rows.run_ahead(last_ids)
         if logits is None:
             return False
         self._logits, self._is_pending = logits, True
         self.num_forwards += 1
-        self._lengths = [length + 1 for length in self._lengths]
-        for context in self.contexts:
-            context.num_kept += 1
         return True
+
+    def forget_ahead(self) -> None:
+        """Roll back what ran ahead with ids that the host never learns."""
+        for row, ids in enumerate(self._rows.cached):
+            while ids and ids[-1] == AHEAD:
+                ids.pop()
+                self._has_logits[row] = False
+
+    def num_cached(self, row: int, context: C) -> int:
+        """How many leading ids of a context are in the cache of a row."""
+        return self._rows.num_cached(row, context.ids)
+
+    def _up_to_date(self) -> set[int]:
+        """The rows whose contexts are what is cached, with the logits after it."""
+        lengths = {row: len(self.contexts[row].ids) for row, has_logits in enumerate(self._has_logits) if has_logits}
+        return {
+            row
+            for row, length in lengths.items()
+            if length == len(self._rows.cached[row]) == self.num_cached(row, self.contexts[row])
+        }
 
     def beside(self) -> AbstractContextManager[None]:
         """Launch what follows on the device beside everything else, where the cache allows; the rows must have been read."""
@@ -144,25 +160,18 @@ class MemberState(Generic[C]):
             self._is_pending = False
             self._logits = self._rows.collect(self._logits)
 
-    def follow(self, contexts: Sequence[C]) -> None:
-        """Follow other contexts from now on; of what is cached, what they have in common with the last ones stays."""
-        for old, new in zip(self.contexts, contexts, strict=True):
-            cached = old.ids[: old.num_kept]
-            new.num_kept = len(cached) if new.ids[: len(cached)] == cached else num_common(cached, new.ids)
-        self.contexts = list(contexts)
-
     def hold(self) -> None:
         """Remember the contexts as they are cached now, since rows will roll back to them."""
         self._rows.hold()
 
-    def fork(self, rows: Sequence[int]) -> "MemberState[C]":
-        """Return a state of its own that continues from row `rows[n]` in its row n; its contexts are yet to follow."""
+    def fork(self, rows: Sequence[int], contexts: Sequence[C]) -> "MemberState[C]":
+        """Return a state of its own that continues from row `rows[n]` in its row n, where it follows `contexts[n]`."""
         self._collect()
         twin: MemberState[C] = copy.copy(self)
         twin._rows = self._rows.fork(rows)
-        twin.contexts = [copy.copy(self.contexts[row]) for row in rows]
+        twin.contexts = list(contexts)
         twin.num_forwards = 0
-        twin._logits, twin._lengths = None, []
+        twin._logits, twin._has_logits = None, [False] * len(twin.contexts)
         return twin
 
     def adopt(self, fork: "MemberState[C]", rows: Sequence[int | None]) -> None:
@@ -173,21 +182,25 @@ class MemberState(Generic[C]):
         taken = [(place, row) for place, row in enumerate(rows) if row is not None]
         for place, row in taken:
             self.contexts[place] = fork.contexts[row]
-            self._lengths[place] = fork._lengths[row]
+            self._has_logits[place] = fork._has_logits[row]
         if self._logits is not None and fork._logits is not None:
             own, new = (logits[:, -1:] for logits in (self._logits, fork._logits))
             places, of_fork = torch.tensor(taken, device=own.device).T
             self._logits = own.index_copy(0, places, new[of_fork])
 
     def select(self, rows: Sequence[int], contexts: Sequence[C]) -> None:
-        """Keep, repeat or drop rows: row n continues from what was row `rows[n]`, and now follows `contexts[n]`."""
-        self._collect()
-        if "_rows" in vars(self):
-            self._rows.select(rows)
+        """Keep, repeat or drop rows: row n continues from what was row `rows[n]`, and now follows `contexts[n]`.
+
+        Where no row moves, nothing is waited for.
+        """
+        if list(rows) != list(range(len(self.contexts))):
+            self._collect()
+            if "_rows" in vars(self):
+                self._rows.select(rows)
+            self._has_logits = [self._has_logits[row] for row in rows]
+            if self._logits is not None:
+                self._logits = self._logits[torch.tensor(list(rows), device=self._logits.device, dtype=torch.long)]
         self.contexts = list(contexts)
-        self._lengths = [self._lengths[row] for row in rows] if self._lengths else []
-        if self._logits is not None:
-            self._logits = self._logits[torch.tensor(list(rows), device=self._logits.device, dtype=torch.long)]
 
 
 def padded_left(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,20 @@
 """A cache of fixed size, so that a step is one CUDA graph whatever the lengths of the rows.
 
 Every row stands from its first slot on: the slot of an id is its position, and what a query sees follows from its
-position alone. So rows of any lengths share a step, and rolling back is forgetting a length: what stands in later slots
-is never seen, and overwritten when the row grows again.
+position alone. So rows of any lengths share a step, and rolling back takes no work: what stands in later slots is never
+seen, and overwritten when the row grows again.
 """
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .cached_rows import CachedRows
-from .contexts import ContextIds, last_ids, num_new_ids
+from .cached_rows import AHEAD, CachedRows, last_ids
 from .static_buffers import GROWTH, WIDTHS, BufferPool, StaticBuffers
 
 _GRAIN = 64
@@ -40,22 +39,22 @@ class StaticRows(CachedRows):
     mode = "static"
 
     def __init__(self, pool: BufferPool, num_rows: int, num_expected: int):
+        super().__init__(num_rows)
         self._pool = pool
-        self.lengths = [0] * num_rows
         self._num_expected = min(num_expected, _MAX_RESERVE)
         self._buffers: StaticBuffers | None = None
         self._give_back: Any = None
 
-    def forward(self, contexts: Sequence[ContextIds], num_last: Sequence[int]) -> Tensor:
+    def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
         """Start a step for all rows, or several for long prompts."""
-        num_new = num_new_ids(contexts, self.lengths, num_last)
-        lengths = [len(context.ids) for context in contexts]
-        self._reserve(len(contexts), max(lengths))
+        num_new = self._num_new(texts, num_last)
+        lengths = list(map(len, texts))
+        self._reserve(len(texts), max(lengths))
         assert self._buffers is not None
         num_logits = max(num_last)
         width = next((width for width in WIDTHS if width >= num_new), num_new)
-        num_rows = _power_of_two(len(contexts)) if width in WIDTHS else len(contexts)
-        rows = [last_ids(context, width) for context in contexts]
+        num_rows = _power_of_two(len(texts)) if width in WIDTHS else len(texts)
+        rows = [last_ids(text, width) for text in texts]
         rows += [[0] * width] * (num_rows - len(rows))
         starts = [length - width for length in lengths] + [-width] * (num_rows - len(lengths))
         packed = torch.tensor([[*row, start] for row, start in zip(rows, starts, strict=True)])
@@ -70,18 +69,19 @@ class StaticRows(CachedRows):
             torch.cat([packed[:, begin:-1], packed[:, -1:] + begin], dim=-1),
             1 if num_logits == 1 else width if width in WIDTHS else num_logits,
         )
-        self.lengths = lengths
-        return logits[: len(contexts), -num_logits:]
+        self.cached = list(map(list, texts))
+        return logits[: len(texts), -num_logits:]
 
     def run_ahead(self, last_ids: Tensor) -> Tensor | None:
         """Start the step after one more id in every row; None where there is no room for it."""
-        if self._buffers is None or max(self.lengths) + 1 >= self._buffers.capacity:
+        lengths = list(map(len, self.cached))
+        if self._buffers is None or max(lengths) + 1 >= self._buffers.capacity:
             return None
-        num_rows = _power_of_two(len(self.lengths))
-        starts = [*self.lengths, *[-1] * (num_rows - len(self.lengths))]
+        starts = [*lengths, *[-1] * (_power_of_two(len(lengths)) - len(lengths))]
         logits = self._run(torch.tensor([[0, start] for start in starts]), 1, last_ids)
-        self.lengths = [length + 1 for length in self.lengths]
-        return logits[: len(self.lengths)]
+        for held in self.cached:
+            held.append(AHEAD)
+        return logits[: len(lengths)]
 
     def beside(self) -> AbstractContextManager[None]:
         """Launch on the stream of the steps; the rows must have been read."""
@@ -98,37 +98,36 @@ class StaticRows(CachedRows):
         """Rows of their own that continue from these."""
         assert self._buffers is not None
         twin = copy.copy(self)
-        twin.lengths = [self.lengths[row] for row in rows]
+        twin.cached = [list(self.cached[row]) for row in rows]
         buffers = twin._hold_buffers(_power_of_two(len(rows)), self._buffers.capacity)
-        buffers.take(self._buffers, rows, range(len(rows)), max(twin.lengths))
+        buffers.take(self._buffers, rows, range(len(rows)), _longest(twin.cached))
         return twin
 
     def adopt(self, fork: "StaticRows", rows: Sequence[int | None]) -> None:
         """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
         taken = {place: row for place, row in enumerate(rows) if row is not None}
-        longest = max(fork.lengths[row] for row in taken.values())
-        self._reserve(len(self.lengths), longest)
+        longest = _longest(fork.cached[row] for row in taken.values())
+        self._reserve(len(self.cached), longest)
         assert self._buffers is not None
         assert fork._buffers is not None
         self._buffers.take(fork._buffers, list(taken.values()), list(taken), longest)
         for place, row in taken.items():
-            self.lengths[place] = fork.lengths[row]
+            self.cached[place] = list(fork.cached[row])
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep, repeat or drop rows."""
-        if list(rows) == list(range(len(self.lengths))):
+        if list(rows) == list(range(len(self.cached))):
             return
-        lengths = [self.lengths[row] for row in rows]
+        self.cached = [list(self.cached[row]) for row in rows]
         old = self._buffers
-        if old is not None and lengths and list(rows) != list(range(len(rows))):
+        if old is not None and rows and list(rows) != list(range(len(rows))):
             if len(rows) > old.num_rows:
                 give_back = self._give_back
                 buffers = self._hold_buffers(_power_of_two(len(rows)), old.capacity)
-                buffers.take(old, rows, range(len(rows)), max(lengths))
+                buffers.take(old, rows, range(len(rows)), _longest(self.cached))
                 give_back()
             else:
-                old.take(old, rows, range(len(rows)), max(lengths))
-        self.lengths = lengths
+                old.take(old, rows, range(len(rows)), _longest(self.cached))
 
     def _run(self, packed: Tensor, num_logits: int, last_ids: Tensor | None = None) -> Tensor:
         assert self._buffers is not None
@@ -141,7 +140,7 @@ class StaticRows(CachedRows):
             self._hold_buffers(_power_of_two(num_rows), _capacity(longest + self._num_expected))
         elif longest >= old.capacity:
             buffers = self._hold_buffers(old.num_rows, _capacity(max(longest, int(GROWTH * old.capacity))))
-            buffers.take(old, range(num_rows), range(num_rows), max(self.lengths))
+            buffers.take(old, range(num_rows), range(num_rows), _longest(self.cached))
             give_back()
 
     def _hold_buffers(self, num_rows: int, capacity: int) -> StaticBuffers:
@@ -150,6 +149,10 @@ class StaticRows(CachedRows):
         self._give_back = weakref.finalize(self, self._pool.release, buffers)
         self._give_back.atexit = False
         return buffers
+
+
+def _longest(rows: Iterable[Sequence[int]]) -> int:
+    return max(map(len, rows))
 
 
 def _capacity(longest: int) -> int:

@@ -31,7 +31,6 @@ class MemberContext:
 
     Attributes:
         ids: The context, changed in place as the text grows.
-        num_kept: How many leading ids are unchanged since the reader last set this to `len(ids)`.
         sits_out: Whether the member cannot follow the text just now.
         is_lossy: Whether the member's view of the text so far has lost something.
     """
@@ -39,7 +38,6 @@ class MemberContext:
     def __init__(self, encoder: ByteEncoder, resync: Resync, prompt: bytes):
         self.encoder = encoder
         self.resync = resync
-        self.num_kept = 0
         self.sits_out = False
         self.is_lossy = False
         text, begun = split_begun_character(prompt)
@@ -164,14 +162,20 @@ class MemberContext:
         begun = self.encoder.byte_tokens(self._begun)
         self.sits_out = begun is None
         self._num_begun = len(begun or ())
-        new = new + (begun or [])
-        self.num_kept = min(self.num_kept, start + num_common(self.ids[start:], new))
-        self.ids[start:] = new
+        self.ids[start:] = new + (begun or [])
 
 
 def num_common(a: Sequence[int], b: Sequence[int]) -> int:
     """How many leading ids are the same."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    low, high = 0, min(len(a), len(b))
+    middle = high  # mostly all of them are
+    while low < high:
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low
 
 
 def _starts_character(data: bytes) -> bool:

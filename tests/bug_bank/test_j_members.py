@@ -364,7 +364,7 @@ def test_embeddings_that_were_resized_since_are_an_error_that_says_what_to_do(ch
     with pytest.raises(ConfigurationError, match=f"member-{place}.*{message}"):
         ensemble.score(["The cat"], [" sat"])
     with pytest.raises(ConfigurationError, match=f"member-{place}.*{message}"):
-        ensemble._members[place].new_rows(1).forward([cache_probe.PlainContext([1, 2, 3])], [1])
+        ensemble._members[place].new_rows(1).forward([[1, 2, 3]], [1])
     inputs = tokenizer_of("small")("The cat", return_tensors="pt")
     with pytest.raises(ConfigurationError, match=message):
         ensemble.members[0].generate(**inputs, logits_processor=[processor], max_new_tokens=2)

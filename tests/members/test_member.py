@@ -10,6 +10,7 @@ import torch
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, MemberError
 from hf_ensemble.members.member import Member
 from hf_ensemble.members.state import MemberState
+from hf_ensemble.vocabulary.context import num_common
 from tests import tiny
 from tests.contracts import CACHE_MODES, METHODS, make_ensemble, padded
 
@@ -47,17 +48,16 @@ def member_of(architecture):
 
 
 class Row:
-    """A context that says, as `MemberContext` does, how many leading ids are as they were read."""
+    """A context of ids."""
 
-    def __init__(self, ids, num_kept=0):
-        self.ids, self.num_kept = list(ids), num_kept
+    def __init__(self, ids):
+        self.ids = list(ids)
 
     def roll_back(self, length):
         del self.ids[length:]
-        self.num_kept = min(self.num_kept, length)
 
     def copy(self):
-        return Row(self.ids, self.num_kept)
+        return Row(self.ids)
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def assert_up_to_date(state, num_last=1):
     for row, context in enumerate(state.contexts):
         own = found[row] if num_last > 1 else found[row, None]
         torch.testing.assert_close(own, fresh_logits(state.member, context.ids, num_last), atol=2e-4, rtol=1e-3)
-        assert context.num_kept == len(context.ids)
+        assert state.num_cached(row, context) == len(context.ids)
 
 
 def draw(source, count):
@@ -342,3 +342,48 @@ def test_the_name_is_the_end_of_the_path_or_the_class():
 def test_an_ensemble_of_none_is_refused():
     with pytest.raises(ConfigurationError, match="at least one member"):
         EnsembleForCausalLM.from_members([], [])
+
+
+# --- What is cached ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_common_beginning_of_two_texts_is_found(seed):
+    source = random.Random(seed)
+    for _ in range(200):
+        common = [source.randrange(3) for _ in range(source.randint(0, 40))]
+        a, b = ([*common, *(source.randrange(3) for _ in range(source.randint(0, 3)))] for _ in range(2))
+        expected = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        assert num_common(a, b) == expected
+
+
+@each_architecture
+def test_a_text_that_is_put_in_the_place_of_another_takes_only_what_is_new(architecture):
+    """Whoever changed it, and whatever it went through."""
+    state = MemberState(member_of(architecture), [Row(range(20, 28)), Row(range(30, 36))])
+    assert_up_to_date(state)
+    before = state.num_forwards
+    state.contexts = [Row([*range(20, 27), 99]), state.contexts[1]]
+    state.contexts = [Row(range(20, 28)), Row(range(30, 36))]
+    assert_up_to_date(state)
+    assert state.num_forwards == before
+    state.contexts[0].ids = [*range(20, 27), 99, 98]
+    assert_up_to_date(state)
+
+
+def test_what_ran_ahead_is_what_the_text_says_or_forgotten():
+    member = member_of("static llama")
+    state = MemberState(member, [Row(range(20, 25)), Row(range(30, 37))])
+    with torch.no_grad():
+        state.logits()
+        assert state.run_ahead(torch.tensor([40, 41]))
+        for context, new in zip(state.contexts, (40, 41), strict=True):
+            context.ids.append(new)
+        num_forwards = state.num_forwards
+        assert_up_to_date(state)
+        assert state.num_forwards == num_forwards
+        assert state.run_ahead(torch.tensor([42, 43]))
+        state.forget_ahead()
+    for context in state.contexts:
+        context.ids.append(50)
+    assert_up_to_date(state)

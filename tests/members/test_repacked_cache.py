@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from hf_ensemble.members import repacked_cache
-from hf_ensemble.members.contexts import PlainContext
 from hf_ensemble.members.member import Member
-from hf_ensemble.members.state import MemberState
+from hf_ensemble.members.state import MemberState, PlainContext
 from tests import tiny
 
 WINDOW, MARGIN = 8, 3
@@ -42,7 +41,7 @@ def started(member, *rows):
 def write_on(state, *ids):
     """Let every row go on with these ids."""
     for context in state.contexts:
-        context.change([*context.ids, *ids])
+        context.ids = [*context.ids, *ids]
 
 
 def grown(member, *rows):
@@ -98,7 +97,7 @@ def test_window_layers_hold_the_window_and_a_margin(member, lengths):
     assert_up_to_date(state)
     for _ in range(20):
         for context in state.contexts:
-            context.change([*context.ids, *draw(source, 1)])
+            context.ids = [*context.ids, *draw(source, 1)]
         assert_up_to_date(state)
         (width,) = set(widths_of(state))
         assert WINDOW + MARGIN < width <= WINDOW + 2 * MARGIN
@@ -110,7 +109,7 @@ def test_few_steps_drop(member):
     state.logits()
     dropped = []
     for last in range(50, 50 + 4 * MARGIN):
-        state.contexts[0].change([*state.contexts[0].ids, last])
+        state.contexts[0].ids = [*state.contexts[0].ids, last]
         state.logits()
         dropped.append(window_layers(state)[0].num_dropped)
     assert len(set(dropped)) <= 5
@@ -127,7 +126,7 @@ def test_rows_that_grow_roll_back_move_fork_and_come_back_are_always_up_to_date(
             ids = list(context.ids)
             if source.random() < 0.4:
                 del ids[max(3, len(ids) - source.choice([1, 2, 4, 6, 20])) :]
-            context.change(ids + draw(source, source.randint(0, at_most)))
+            context.ids = ids + draw(source, source.randint(0, at_most))
 
     state = started(member, *(draw(source, source.randint(3, 30)) for _ in range(3)))
     assert_up_to_date(state)
@@ -137,26 +136,25 @@ def test_rows_that_grow_roll_back_move_fork_and_come_back_are_always_up_to_date(
             grow(state.contexts, 12)
         elif act == "step":
             for context in state.contexts:
-                context.change([*context.ids, *draw(source, 1)])
+                context.ids = [*context.ids, *draw(source, 1)]
         elif act == "select":
             rows = [source.randrange(len(state.contexts)) for _ in range(source.randint(2, 4))]
-            state.select(rows, [PlainContext(list(c.ids), c.num_kept) for c in (state.contexts[r] for r in rows)])
+            state.select(rows, [PlainContext(list(state.contexts[r].ids)) for r in rows])
             grow(state.contexts, 2)
         elif act == "fork":
             forked = [source.randrange(len(state.contexts)) for _ in range(3)]
-            fork = state.fork(forked)
-            fork.contexts = [PlainContext(list(c.ids), c.num_kept) for c in fork.contexts]
+            fork = state.fork(forked, [PlainContext(list(state.contexts[r].ids)) for r in forked])
             grow(fork.contexts, 5)
             assert_up_to_date(fork)
             grow(state.contexts, 3)
             assert_up_to_date(state)
             assert_up_to_date(fork)
             state.adopt(fork, [source.randrange(3), *(source.choice([None, 0, 1, 2]) for _ in state.contexts[1:])])
-            state.contexts = [PlainContext(list(c.ids), c.num_kept) for c in state.contexts]
+            state.contexts = [PlainContext(list(c.ids)) for c in state.contexts]
             grow(state.contexts, 1)
         else:
             for context in state.contexts:
-                context.change([*context.ids, *draw(source, source.randint(1, 9))])
+                context.ids = [*context.ids, *draw(source, source.randint(1, 9))]
             with torch.no_grad():
                 state.logits(rows=[0])
         assert_up_to_date(state, source.choice([1, 1, 1, 3]))
@@ -166,7 +164,7 @@ def test_rows_that_grow_roll_back_move_fork_and_come_back_are_always_up_to_date(
 def test_a_short_roll_back_runs_only_what_is_new(member):
     state = grown(member, range(10, 40), range(20, 35))
     for context, count in zip(state.contexts, (MARGIN, 1), strict=True):
-        context.change([*context.ids[:-count], *range(60, 60 + count)])
+        context.ids = [*context.ids[:-count], *range(60, 60 + count)]
     assert ids_run(state) == [MARGIN]
     assert_up_to_date(state)
 
@@ -178,8 +176,7 @@ def test_what_the_last_forward_added_can_be_rolled_back(member):
     state.logits()
     write_on(state, *range(60, 75))
     state.logits()
-    fork = state.fork([1, 0])
-    fork.follow([PlainContext([*range(20, 50), 60, 90]), PlainContext([*range(10, 30), 91])])
+    fork = state.fork([1, 0], [PlainContext([*range(20, 50), 60, 90]), PlainContext([*range(10, 30), 91])])
     assert ids_run(fork) == [1]
     assert_up_to_date(fork)
     assert_up_to_date(state)
@@ -190,7 +187,7 @@ def test_what_the_last_forward_added_can_be_rolled_back(member):
 def test_rows_that_need_what_was_dropped_are_computed_from_their_beginning(member, with_others):
     rows = [range(10, 50), range(20, 45)][: 1 + with_others]
     state = grown(member, *rows)
-    state.contexts[0].change(list(range(10, 35)))
+    state.contexts[0].ids = list(range(10, 35))
     assert ids_run(state) == [26 if with_others else 25]
     assert_up_to_date(state)
     write_on(state, 51)
@@ -201,9 +198,9 @@ def test_rows_that_need_what_was_dropped_are_computed_from_their_beginning(membe
 def test_logits_of_more_last_ids_than_are_held_are_computed_from_the_beginning(member):
     state = started(member, range(10, 50), range(20, 45))
     state.logits()
-    state.contexts[0].change([*state.contexts[0].ids, *range(50, 55)])
+    state.contexts[0].ids = [*state.contexts[0].ids, *range(50, 55)]
     state.logits()
-    state.contexts[1].change([*state.contexts[1].ids, *range(50, 55)])
+    state.contexts[1].ids = [*state.contexts[1].ids, *range(50, 55)]
     assert_up_to_date(state, num_last=25)
 
 
@@ -222,7 +219,7 @@ def test_others_do_not_begin_anew_when_a_row_catches_up(member):
 @each_member
 def test_a_row_that_is_replaced_needs_nothing_that_was_dropped(member):
     state = grown(member, range(10, 50), range(20, 45))
-    state.contexts[1].change([70, 71])
+    state.contexts[1].ids = [70, 71]
     assert ids_run(state) == [2]
     assert_up_to_date(state)
 
@@ -231,6 +228,6 @@ def test_models_without_windows_keep_every_position(member):
     tokenizer = tiny.byte_level_bpe(300)
     state = started(Member(tiny.tiny_llama(tokenizer), tokenizer), range(10, 40))
     for last in range(50, 60):
-        state.contexts[0].change([*state.contexts[0].ids, last])
+        state.contexts[0].ids = [*state.contexts[0].ids, last]
         state.logits()
     assert {layer.keys.shape[-2] for layer in state._rows.cache.layers} == {40}

@@ -7,9 +7,8 @@ import torch
 
 from hf_ensemble import MemberError
 from hf_ensemble.decoding.speculation.draft_length import DraftLength
-from hf_ensemble.members.contexts import PlainContext
 from hf_ensemble.members.member import Member
-from hf_ensemble.members.state import MemberState
+from hf_ensemble.members.state import MemberState, PlainContext
 from hf_ensemble.members.static_buffers import BufferPool, masks_of
 from tests import contracts, tiny
 from tests.contracts import PROMPTS, make_ensemble, padded
@@ -151,7 +150,7 @@ def test_rows_that_outgrow_their_capacity_go_on(static):
     with torch.no_grad():
         for end in (5, 60, 66, 150, 200):
             for context, row in zip(state.contexts, ids, strict=True):
-                context.change(row[:end])
+                context.ids = row[:end]
             found = state.logits(3)
             expected = member.model(torch.tensor([row[:end] for row in ids]), use_cache=False).logits[:, -3:]
             torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)

@@ -36,10 +36,6 @@ def retokenized(encoder: ByteEncoder, whole: bytes) -> list[int] | None:
     return [*start, *encoder.encode_context(text, start=True), *begun_ids]
 
 
-def shared_length(a: list[int], b: list[int]) -> int:
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 # Append
 
 
@@ -80,9 +76,7 @@ def test_append_never_touches_what_was_read():
     context = MemberContext(family_encoder("sentencepiece"), "append", b"the cat")
     for piece in byte_pieces(long_text(1).encode(), 1):
         before = list(context.ids)
-        context.num_kept = len(before)
         context.write(piece)
-        assert context.num_kept == len(before)
         assert context.ids[: len(before)] == before
 
 
@@ -208,41 +202,13 @@ def test_an_added_token_that_swallows_the_space_behind_it_is_seen_the_same_howev
     assert grown.ids == retokenized(encoder, b"a b<t> cat is")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_kept_is_all_that_did_not_change(name):
-    encoder = family_encoder(name)
-    context = MemberContext(encoder, "retokenize", b"the cat")
-    assert context.num_kept == 0
-    context.num_kept = len(context.ids)
-    for piece in byte_pieces(long_text(2, 40).encode(), 2):
-        before = list(context.ids)
-        context.write(piece)
-        assert context.num_kept == shared_length(before, context.ids)
-        context.num_kept = len(context.ids)
-
-
-@pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "unigram"])
-def test_what_is_kept_holds_over_several_steps_without_a_reader(name):
-    encoder = family_encoder(name)
-    context = MemberContext(encoder, "retokenize", b"the cat")
-    context.num_kept = len(context.ids)
-    read = list(context.ids)
-    for n, piece in enumerate(byte_pieces(long_text(4, 40).encode(), 4)):
-        context.write(piece)
-        assert context.num_kept <= shared_length(read, context.ids)
-        if n % 4 == 0:
-            context.num_kept, read = len(context.ids), list(context.ids)
-
-
 def test_a_word_that_grows_is_one_token_in_the_end():
     tokenizer = tiny.byte_level_bpe()
     context = MemberContext(encoder_of(tokenizer), "retokenize", b"It")
     prompt = list(context.ids)
-    context.num_kept = len(prompt)
     for letter in (b" ", b"t", b"h", b"e"):
         context.write(letter)
     assert context.ids == [*prompt, *ids_of(tokenizer, "Ġthe")]
-    assert context.num_kept == len(prompt)
 
 
 @pytest.mark.parametrize("name", ALL_BYTES)
@@ -307,7 +273,6 @@ def test_a_prompt_is_what_the_tokenizer_gives_for_it(name, resync):
         context = MemberContext(family_encoder(name), resync, text.encode())
         assert context.ids == family(name)(text)["input_ids"]
         assert not context.sits_out
-        assert context.num_kept == 0
 
 
 @pytest.mark.parametrize("resync", ["append", "retokenize"])
@@ -380,7 +345,6 @@ def test_nothing_is_lost_or_doubled_at_the_end_of_a_prompt(text, resync):
 @pytest.mark.parametrize("resync", ["append", "retokenize"])
 def test_writing_nothing_changes_nothing(resync):
     context = MemberContext(family_encoder("sentencepiece"), resync, b"the \xe5")
-    context.num_kept = len(context.ids)
     before = dict(context.__dict__, ids=list(context.ids))
     context.write(b"")
     assert context.__dict__ == before
@@ -463,13 +427,10 @@ def test_a_long_text_without_spaces_is_encoded_as_a_whole_would_be(name, text, m
     pieces = list(byte_pieces(whole[half:], 3))
     written = whole[:half]
     for n, piece in enumerate(pieces):
-        context.num_kept = len(context.ids)
-        before = list(context.ids)
         monkeypatch.setattr(ByteEncoder, "encode_context", counting)
         context.write(piece)
         monkeypatch.undo()
         written += piece
-        assert context.num_kept <= shared_length(before, context.ids)
         if not context.sits_out and (n % 40 == 0 or n == len(pieces) - 1):
             assert context.ids == retokenized(encoder, written)
     if name in ("byte_level", "sentencepiece", "sentencepiece_llama2", "sentencepiece_metaspace"):

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ...errors import MemberError
-from ...members.contexts import PlainContext
+from ...members.state import PlainContext
 from ...methods.sweetspan import SweetSpanConfig
 from ...vocabulary.encoding import ByteEncoder
 from ...vocabulary.words import Span, read_span
@@ -68,7 +68,7 @@ class Proposer:
         one.state.hold()
         drafts = [PlainContext(list(context.ids)) for context in one.contexts]
         num_free = [one.max_length - len(draft.ids) for draft in drafts]
-        one.state.follow(drafts)
+        one.state.contexts = drafts
         first_log_probs = log_probs = one.log_probs(logits)
         steps: list[Tensor] = []
         written: list[list[int]] = [[] for _ in rows]

@@ -156,8 +156,8 @@ class Participant:
         """
         if not readings:
             return []
-        fork = self._fork = self.state.fork([place for place, _ in readings])
-        fork.follow([reading.context for _, reading in readings])
+        places, contexts = zip(*((place, reading.context) for place, reading in readings), strict=True)
+        fork = self._fork = self.state.fork(places, contexts)
         logits = fork.logits([max(2, len(reading.ids)) for _, reading in readings])
         self._num_fork_forwards += fork.num_forwards
         for n, (_, reading) in enumerate(readings):
@@ -171,7 +171,7 @@ class Participant:
         if self._fork is not None and any(row is not None for row in rows):
             self.state.adopt(self._fork, rows)
         self._fork = None
-        self.state.follow(self.contexts)
+        self.state.contexts = list(self.contexts)
 
     def keep(self, places: Sequence[int]) -> None:
         """Keep these of the live rows, and drop the others."""

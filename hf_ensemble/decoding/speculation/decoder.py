@@ -27,7 +27,7 @@ from .choosing import Choices, Chooser
 from .draft_length import DraftLength
 from .drafting import Drafting
 from .drafts import MemberDrafter, PromptLookup
-from .reading import Reading, RoundReader, select_rows
+from .reading import Reading, RoundReader
 from .rows import DecidedId, Row
 from .stats import SpeculationRound, SpeculationStats
 
@@ -272,7 +272,7 @@ class SpeculativeDecoder:
         if len(indices) < len(self._live):
             self.close()  # what is begun is for other rows
             for state in self.states.values():
-                select_rows(state, indices, [state.contexts[index] for index in indices])
+                state.select(indices, [state.contexts[index] for index in indices])
             self._live = [self._live[index] for index in indices]
 
     def _forced(self, primary_id: int) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...members.contexts import PlainContext
-from ...members.state import MemberState
+from ...members.cached_rows import AHEAD
+from ...members.state import MemberState, PlainContext
 from ...vocabulary.context import MemberContext
 from ...vocabulary.token_bytes import NO_TOKEN
 
@@ -129,7 +129,7 @@ class MemberDrafter:
         limit = self.member.max_positions
         if limit is not None and max(len(context.ids) for context in contexts) > limit:
             return iter([Drafted([[] for _ in contexts], 0, 0.0)])
-        drafts = [PlainContext(list(context.ids), context.num_kept) for context in contexts]
+        drafts = [PlainContext(list(context.ids)) for context in contexts]
         active = [n for n, length in enumerate(lengths) if length > 0 and not contexts[n].sits_out]
         state.contexts = drafts  # type: ignore[assignment]
         if state.is_captured and len(active) == len(contexts):
@@ -138,8 +138,6 @@ class MemberDrafter:
         else:
             written, num_steps = self._write_one_by_one(drafts, lengths, active)
             drafted = iter([Drafted(written, num_steps, clock() - start)])
-        for context, draft in zip(contexts, drafts, strict=True):
-            context.num_kept = min(draft.num_kept, len(context.ids))
         state.contexts = contexts
         return drafted
 
@@ -171,9 +169,10 @@ class MemberDrafter:
                 if not state.run_ahead(best):
                     break
                 for draft in drafts:
-                    draft.ids.append(0)  # whatever it is
+                    draft.ids.append(AHEAD)
             if is_cuda:
                 events[2].record()
+        state.forget_ahead()
         return ids[:num_written], events
 
     def _arriving(

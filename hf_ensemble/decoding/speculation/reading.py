@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...members.state import MemberState
-from ...vocabulary.context import MemberContext, num_common
+from ...vocabulary.context import MemberContext
 from ..step import sent
 from .chain import Chain
 
@@ -50,7 +50,6 @@ class Reading:
                     self._want(position, live_index, contexts[index])
         self._wanted.sort()
         self._read_rows = sorted(row for rows in self._rows_of for row in rows)
-        self._num_cached = [context.num_kept for context in self._contexts]
 
     def start(self) -> None:
         """Start the forward pass, if any position needs it."""
@@ -90,19 +89,10 @@ class Reading:
         """
         parents = []
         for live_index, context in contexts.items():
-            parent = live_index
-            if rows := self._rows_of[live_index]:
-                # What all of these had cached before, and the written text keeps, they have in common.
-                start = min(context.num_kept, *(self._num_cached[row] for row in rows))
-                common = {
-                    row: start + num_common(self._contexts[row].ids[start:], context.ids[start:]) for row in rows
-                }
-                parent = max(rows, key=lambda row: common[row])
-                read = self._contexts[parent]
-                # A member that runs ahead has read the first id of what was written, too.
-                context.num_kept = common[parent] + max(0, read.num_kept - len(read.ids))
-            parents.append(parent)
-        select_rows(self._state, parents, list(contexts.values()))
+            rows = self._rows_of[live_index] or [live_index]
+            num_cached = [self._state.num_cached(row, context) for row in rows] if len(rows) > 1 else [0]
+            parents.append(rows[num_cached.index(max(num_cached))])
+        self._state.select(parents, list(contexts.values()))
 
     def _want(self, position: int, live_index: int, context: MemberContext) -> None:
         """Read a context: as the beginning of one that is read already, else in its row's own place, else as a branch."""
@@ -165,19 +155,3 @@ class RoundReader:
             # All members are started before one is waited for.
             self.readings[index].start()
         return [self.readings[n].logits() if n in self.readings else None for n in range(self.num_members)]
-
-
-def select_rows(state: MemberState[MemberContext], rows: Sequence[int], contexts: list[MemberContext]) -> None:
-    """Let row n of a state continue from what was row `rows[n]`, and follow `contexts[n]`.
-
-    Where no row moves, nothing is waited for.
-
-    Args:
-        state: The state.
-        rows: Rows to continue from.
-        contexts: What to follow.
-    """
-    if list(rows) == list(range(len(state.contexts))):
-        state.contexts = contexts
-    else:
-        state.select(rows, contexts)
