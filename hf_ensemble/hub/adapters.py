@@ -231,6 +231,9 @@ def write_adapter(base: Any, folder: Path) -> None:
         # It may be a path of this machine, and the member says it anyway.
         config.base_model_name_or_path = None
         config.inference_mode = True
+        if isinstance(getattr(config, "init_lora_weights", None), str):
+            # PiSSA and its like took their first weights out of the model's, which are written as they are now.
+            config.init_lora_weights = True
         config.save_pretrained(str(folder))
         weights = peft.get_peft_model_state_dict(base, adapter_name=name, save_embedding_layers=False)
         save_file(

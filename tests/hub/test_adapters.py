@@ -32,6 +32,12 @@ KINDS = {
     ),
     "IA3": lambda: peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
 }
+FROM_THE_MODEL = {
+    init: lambda init=init: peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=init)
+    for init in ("pissa", "pissa_niter_2", "olora", "orthogonal")
+}
+"""They take their first weights out of the model's, which are other ones afterwards."""
+
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -45,7 +51,7 @@ def train(model):
 
 
 def adapted(base, kind="LoRA", **options):
-    return train(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), KINDS[kind](), **options))
+    return train(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), {**KINDS, **FROM_THE_MODEL}[kind](), **options))
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +229,7 @@ def bundled(model, base, tmp_path, **options):
     return EnsembleForCausalLM.from_pretrained(tmp_path / "there")
 
 
-@each_kind
+@pytest.mark.parametrize("kind", [*KINDS, *FROM_THE_MODEL])
 def test_a_member_with_an_adapter_is_saved_with_it(kind, base, tmp_path):
     """J8: An object of `peft`; neither the model nor the adapter is changed."""
     model = adapted(base, kind, adapter_name="mine")
