@@ -51,7 +51,9 @@ def train(model):
 
 
 def adapted(base, kind="LoRA", **options):
-    return train(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), {**KINDS, **FROM_THE_MODEL}[kind](), **options))
+    return train(
+        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), {**KINDS, **FROM_THE_MODEL}[kind](), **options)
+    )
 
 
 @pytest.fixture(scope="module")
