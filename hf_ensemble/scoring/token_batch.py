@@ -1,7 +1,6 @@
 """Continuations that are scored by the fused distribution of every step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,8 +45,9 @@ class TokenBatch:
         self._method_name = config.name
         self._gate = config.gate_rule
         # Steps come in blocks of many sizes, of which no graphs are kept.
-        self._step = FusedStep(members, method, is_wide=True, gate=self._gate, captures=False)
-        self._pairs, self._numbers = batch.pairs, batch.numbers
+        self._fused_step = FusedStep(members, method, is_wide=True, gate=self._gate, captures=False)
+        self._pairs, self._names = batch.pairs, batch.names
+        self._steps: Sequence[tuple[int, int]] = []  # the (row, step) pairs that are fused just now
         self._num_steps = [len(pair.continuation) for pair in batch.pairs]
         ids, mask = padded_left([pair.prompt for pair in batch.pairs])
         self._plans = self._plans_of(batch.weights, ids)  # (1 or num_steps, B, M)
@@ -58,7 +58,7 @@ class TokenBatch:
         if 0 not in running and any(any(text.sits_out) for rows in self._texts.values() for text in rows.values()):
             # Where nobody else can, the primary goes on.
             self._texts[0] = self._texts_of(0, prompts, for_all=True)
-        check_positions(members, self._texts, batch.names)
+        check_positions(members, self._texts, self._names)
         self._forced = {index: ForcedMember(members[index], rows) for index, rows in self._texts.items() if rows}
 
     def _plans_of(self, weights: StepWeights, ids: Tensor) -> Tensor:
@@ -108,18 +108,18 @@ class TokenBatch:
         last = len(self._plans) - 1
         rows, times = zip(*steps, strict=True)
         weights = self._plans[[min(step, last) for step in times], list(rows)]
-        reader = _StepsReader(self._texts, self._forced, self._numbers, steps, self._method.device, len(self._members))
-        fused = self._step.run(reader, weights)
+        self._steps = steps
+        fused = self._fused_step.run(self, weights)
         targets = [self._pairs[row].continuation[step] for row, step in steps]
-        folded = self._step.folded(fused.logprobs)
+        folded = self._fused_step.folded(fused.logprobs)
         log_probs = folded.gather(-1, torch.tensor(targets, device=folded.device)[:, None])[:, 0]
         best, choices = fused.logprobs.max(-1)
         host = torch.stack([log_probs, choices.float(), (best > -torch.inf).float()]).cpu().double()
         for place, index in fused.is_not_finite.nonzero().tolist():
-            raise self._members[index].not_finite(reader.where(place))
+            raise self._members[index].not_finite(self.where(place))
         for place, is_left in enumerate(host[2].tolist()):
             if not is_left:
-                raise messages.nothing_left(self._method_name, reader.where(place))
+                raise messages.nothing_left(self._method_name, self.where(place))
         return host[0].tolist(), host[1].long().tolist()
 
     def _is_greedy(self, continuation: Sequence[int], choices: Sequence[int]) -> bool:
@@ -134,28 +134,18 @@ class TokenBatch:
             at += len(ids)
         return True
 
-
-@dataclass
-class _StepsReader:
-    """Gives members' logits at (row, step) pairs of a batch to the fused step."""
-
-    texts: dict[int, dict[int, ForcedText]]
-    forced: dict[int, ForcedMember]
-    numbers: Sequence[int]
-    steps: Sequence[tuple[int, int]]
-    device: torch.device
-    num_members: int
+    # What the fused step reads
 
     def where(self, position: int) -> str:
         """Say which continuation and step a position is."""
-        row, step = self.steps[position]
-        return f"in continuation {self.numbers[row]} at step {step + 1}"
+        row, step = self._steps[position]
+        return f"in {self._names[row]} at step {step + 1}"
 
     def sitting_out(self) -> dict[int, list[int]]:
         """For each member the positions at which it cannot speak."""
         return {
-            index: [n for n, (row, step) in enumerate(self.steps) if row in texts and texts[row].sits_out[step]]
-            for index, texts in self.texts.items()
+            index: [n for n, (row, step) in enumerate(self._steps) if row in texts and texts[row].sits_out[step]]
+            for index, texts in self._texts.items()
         }
 
     def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
@@ -164,8 +154,8 @@ class _StepsReader:
 
     def read(self, needed: Tensor) -> list[Tensor | None]:
         """Give the logits of all members that read these texts."""
-        return [self._logits(index) for index in range(self.num_members)]
+        return [self._logits(index) for index in range(len(self._members))]
 
     def _logits(self, index: int) -> Tensor | None:
-        forced = self.forced.get(index)
-        return None if forced is None else forced.take(self.steps).to(self.device)
+        forced = self._forced.get(index)
+        return None if forced is None else forced.take(self._steps).to(self._method.device)
