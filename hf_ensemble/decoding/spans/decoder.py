@@ -91,7 +91,7 @@ class SpanDecoder:
     @property
     def rounds(self) -> list[list[SpanRound]]:
         """The rounds of each row so far."""
-        return [row.rounds for row in self._rows]
+        return [[one for one, _ in row.decided] for row in self._rows]
 
     def decisions(self) -> Decisions:
         """The decisions that have been written."""

@@ -25,27 +25,25 @@ class SpanRow:
         number: Its number.
         begun: Bytes of the character inside which the prompt ends, until a span completes it.
         has_ended: Whether its text has ended.
-        rounds: Its rounds.
-        ids_of_rounds: The primary's ids that each round came to.
+        decided: Its rounds, each with the primary's ids that it came to.
         queue: Those of them that are not written yet.
     """
 
     number: int
     begun: bytes
     has_ended: bool = False
-    rounds: list[SpanRound] = field(default_factory=list)
-    ids_of_rounds: list[Sequence[int]] = field(default_factory=list)
+    decided: list[tuple[SpanRound, Sequence[int]]] = field(default_factory=list)
     queue: deque[int] = field(default_factory=deque)
 
     @property
     def num_decided(self) -> int:
         """Number of the primary's ids that were decided."""
-        return sum(map(len, self.ids_of_rounds))
+        return sum(len(ids) for _, ids in self.decided)
 
     @property
     def where(self) -> str:
         """Where the row stands, for errors: "in row 0, round 1"."""
-        return f"in row {self.number}, round {len(self.rounds) + 1}"
+        return f"in row {self.number}, round {len(self.decided) + 1}"
 
     def decide(self, one: SpanRound, ids: Sequence[int]) -> None:
         """Let a round's ids be written.
@@ -56,19 +54,17 @@ class SpanRow:
         """
         if one.candidates[one.winner].data:
             self.begun = b""
-        self.rounds.append(one)
-        self.ids_of_rounds.append(ids)
+        self.decided.append((one, ids))
         self.queue.extend(ids)
 
     def written(self) -> list[tuple[SpanRound, Sequence[int]]]:
         """The rounds that have been written, each with those of its ids that have."""
         num_left = self.num_decided - len(self.queue)
         written = []
-        for one, ids in zip(self.rounds, self.ids_of_rounds, strict=True):
-            ids = ids[:num_left]
+        for one, ids in self.decided:
+            if num_left > 0 and ids:
+                written.append((one, ids[:num_left]))
             num_left -= len(ids)
-            if ids:
-                written.append((one, ids))
         return written
 
 
