@@ -41,7 +41,8 @@ def write_in_place(folder: Path, write: Callable[[Path], None]) -> None:
         write: Writes them into the folder that it is given.
 
     Raises:
-        ConfigurationError: If an older save that was stopped cannot be finished.
+        ConfigurationError: If an older save that was stopped cannot be finished, or a folder stands where a file has to
+            be written, or a file where a folder has to.
     """
     finish_writing(folder)
     is_new = not folder.exists()
@@ -50,6 +51,7 @@ def write_in_place(folder: Path, write: Callable[[Path], None]) -> None:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
             new = Path(temporary, "new")
             write(new)
+            _check_nothing_is_in_the_way(new, folder)
             stale = new / _STALE
             stale.mkdir()
             (new / _REPLACED).mkdir()
@@ -98,6 +100,16 @@ def finish_writing(folder: Path) -> bool:
             f"{error}. Load it once where the folder can be written."
         ) from error
     return True
+
+
+def _check_nothing_is_in_the_way(new: Path, folder: Path) -> None:
+    for name in sorted({*_names(new), *MAY_BE_STALE}.difference(["README.md"])):
+        is_folder = (folder / name).is_dir()
+        if (folder / name).exists() and is_folder != (new / name).is_dir():
+            raise ConfigurationError(
+                f"the ensemble cannot be saved to {str(folder)!r}: {name!r} is a {'folder' if is_folder else 'file'} there, "
+                f"where a {'file' if is_folder else 'folder'} has to be written. Move it away, or choose another folder."
+            )
 
 
 def _replace_folder(new: Path, place: Path, aside: Path) -> None:

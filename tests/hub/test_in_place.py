@@ -203,3 +203,25 @@ def test_what_cannot_be_finished_is_said(pair, stopping, tmp_path, monkeypatch):
         with pytest.raises(ConfigurationError, match="was stopped before all files were in place.*Read-only"):
             EnsembleForCausalLM.from_pretrained(tmp_path)
     assert is_same(tmp_path, new)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_folder"),
+    [("members", False), ("config.json", True), ("tokenizer.json", True), ("chat_template.jinja", True)],
+)
+def test_what_stands_in_the_way_is_said_before_anything_takes_its_place(name, is_folder, pair, tmp_path):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    place = folder / name
+    if is_folder:
+        place.mkdir()
+    else:
+        place.write_text("mine")
+    with pytest.raises(
+        ConfigurationError, match=f"{name!r}.*choose another folder"
+    ):
+        save(pair[1], folder)
+    assert [path.name for path in folder.iterdir()] == [name]
+    place.rmdir() if is_folder else place.unlink()
+    save(pair[1], folder)
+    assert is_same(folder, pair[1])
