@@ -87,12 +87,20 @@ class CachedRows(ABC):
             held[-1] = text[len(held) - 1]
         return num_common(held, text)
 
-    def _num_new(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> int:
-        """How many ids every row takes in a forward pass: what the most of them need, those of their logits included."""
-        return max(
-            max(wanted, 1, len(text) - self.num_cached(row, text))
-            for row, (text, wanted) in enumerate(zip(texts, num_last, strict=True))
-        )
+    def _num_cached_of(self, texts: Sequence[Sequence[int]]) -> list[int]:
+        return [self.num_cached(row, text) for row, text in enumerate(texts)]
+
+    def _follow(self, texts: Sequence[Sequence[int]], num_cached: Sequence[int]) -> None:
+        """Take note that the texts are in the caches, of which so many ids were before."""
+        for held, text, start in zip(self.cached, texts, num_cached, strict=True):
+            held[start:] = text[start:]
+
+
+def most_new(texts: Sequence[Sequence[int]], num_cached: Sequence[int], num_last: Sequence[int]) -> int:
+    """How many ids every row takes in a forward pass: what the most of them need, those of their logits included."""
+    return max(
+        max(wanted, 1, len(text) - cached) for text, cached, wanted in zip(texts, num_cached, num_last, strict=True)
+    )
 
 
 def last_ids(text: Sequence[int], count: int) -> list[int]:

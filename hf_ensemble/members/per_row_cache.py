@@ -80,7 +80,7 @@ class SeparateRows(CachedRows):
         """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
         for place, row in enumerate(rows):
             if row is not None:
-                self._rows[place], self.cached[place] = fork._rows[row], fork.cached[row]
+                self._rows[place], self.cached[place] = fork._rows[row], list(fork.cached[row])
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep, repeat or drop rows."""

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import MemberError
-from .cached_rows import CachedRows, last_ids
+from .cached_rows import CachedRows, last_ids, most_new
 from .member_model import MemberModel
 
 _ROOM = 64
@@ -118,7 +118,8 @@ class RepackedRows(CachedRows):
 
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
         """Bring rows to their texts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
-        num_new = self._num_new(texts, num_last)
+        num_cached = self._num_cached_of(texts)
+        num_new = most_new(texts, num_cached, num_last)
         kept = [max(0, len(text) - num_new) for text in texts]
         if not self._keep(kept):
             self._bring_nearer(texts)
@@ -132,7 +133,7 @@ class RepackedRows(CachedRows):
         if min(map(len, texts)) < width + num_new:
             mask = (torch.arange(width + num_new) >= width + num_new - lengths[:, None]).long().to(device)
         logits = self.member.forward(ids.to(device), positions.to(device), mask, self.cache, max(num_last))
-        self.cached = list(map(list, texts))
+        self._follow(texts, num_cached)
         return logits
 
     def _bring_nearer(self, texts: Sequence[Sequence[int]]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cached_rows import AHEAD, CachedRows, last_ids
+from .cached_rows import AHEAD, CachedRows, last_ids, most_new
 from .static_buffers import GROWTH, WIDTHS, BufferPool, StaticBuffers
 
 _GRAIN = 64
@@ -47,7 +47,8 @@ class StaticRows(CachedRows):
 
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
         """Start a step for all rows, or several for long prompts."""
-        num_new = self._num_new(texts, num_last)
+        num_cached = self._num_cached_of(texts)
+        num_new = most_new(texts, num_cached, num_last)
         lengths = list(map(len, texts))
         self._reserve(len(texts), max(lengths))
         assert self._buffers is not None
@@ -69,7 +70,7 @@ class StaticRows(CachedRows):
             torch.cat([packed[:, begin:-1], packed[:, -1:] + begin], dim=-1),
             1 if num_logits == 1 else width if width in WIDTHS else num_logits,
         )
-        self.cached = list(map(list, texts))
+        self._follow(texts, num_cached)
         return logits[: len(texts), -num_logits:]
 
     def run_ahead(self, last_ids: Tensor) -> Tensor | None:

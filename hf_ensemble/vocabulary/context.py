@@ -168,13 +168,15 @@ class MemberContext:
 def num_common(a: Sequence[int], b: Sequence[int]) -> int:
     """How many leading ids are the same."""
     low, high = 0, min(len(a), len(b))
-    middle = high  # mostly all of them are
+    # Mostly the one is the beginning of the other, and comparing is much quicker than a copy.
+    if (a if len(a) == high else a[:high]) == (b if len(b) == high else b[:high]):
+        return high
     while low < high:
+        middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:
             low = middle
         else:
             high = middle - 1
-        middle = (low + high + 1) // 2
     return low
 
 

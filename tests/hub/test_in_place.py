@@ -217,9 +217,7 @@ def test_what_stands_in_the_way_is_said_before_anything_takes_its_place(name, is
         place.mkdir()
     else:
         place.write_text("mine")
-    with pytest.raises(
-        ConfigurationError, match=f"{name!r}.*choose another folder"
-    ):
+    with pytest.raises(ConfigurationError, match=f"{name!r}.*choose another folder"):
         save(pair[1], folder)
     assert [path.name for path in folder.iterdir()] == [name]
     place.rmdir() if is_folder else place.unlink()
