@@ -3,27 +3,22 @@
 import contextlib
 import copy
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     GenerationMixin,
-    PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from .chat.tokenizer import ensemble_tokenizer
 from .config import (
     EnsembleConfig,
-    MemberConfig,
     MethodConfig,
     check_positive_integer,
     method_config,
@@ -33,9 +28,8 @@ from .decoding.kept import Kept
 from .decoding.refusals import refuse_for_ensembles, refuse_without_output
 from .decoding.step_weights import StepWeights, WeightsLike
 from .errors import ConfigurationError
-from .hub.loading import load_parts, make_members
-from .hub.saving import PushOptions, plan_push, push_plan, save_ensemble
-from .hub.writing import EnsembleParts
+from .hub.loading import Loading
+from .hub.saving import Saving
 from .member_comparison import CompatibilityReport, compare_members
 from .members.member import Member
 from .modes import mode_for_generate, mode_of
@@ -45,7 +39,7 @@ from .scoring.pairs import read_pairs
 from .vocabulary.union import UnionVocabulary
 
 
-class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # type: ignore[misc, override]
+class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, GenerationMixin):  # type: ignore[misc, override]
     """An ensemble of causal language models that decodes as one model.
 
     The first member is the primary: its tokenizer reads and writes the ids that users see, `forward` is its forward,
@@ -93,167 +87,6 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
         )
         self.union_vocabulary = UnionVocabulary([member.encoder for member in members])
         self._kept = Kept(self._members, self.union_vocabulary)
-
-    # Making, saving and loading
-
-    @classmethod
-    def from_members(
-        cls,
-        models: Sequence[PreTrainedModel],
-        tokenizers: Sequence[PreTrainedTokenizerBase],
-        method: str | MethodConfig = "unite",
-        weights: Sequence[float] | None = None,
-        member_configs: Sequence[MemberConfig] | None = None,
-    ) -> "EnsembleForCausalLM":
-        """Make an ensemble of loaded models and tokenizers. None of them is changed.
-
-        Args:
-            models: Causal language models; the first is the primary.
-            tokenizers: Their fast tokenizers.
-            method: Name or configuration of the method.
-            weights: Mixing weights, one per member. Default: the same for all.
-            member_configs: Where each member comes from, its name, and ids that end its texts. Default: each model's
-                own `name_or_path`.
-
-        Raises:
-            ConfigurationError: If the lists do not match, or a model is no decoder-only causal language model.
-            VocabularyError: If a tokenizer cannot be understood.
-        """
-        return cls(*make_members(models, tokenizers, method, weights, member_configs))
-
-    @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls,
-        pretrained_model_name_or_path: Any,
-        *model_args: Any,
-        config: PreTrainedConfig | None = None,
-        method: str | MethodConfig | None = None,
-        weights: Sequence[float] | None = None,
-        dtype: Any = "auto",
-        device_map: Any = None,
-        tokenizers: Sequence[Any] | None = None,
-        **kwargs: Any,
-    ) -> "EnsembleForCausalLM":
-        """Load an ensemble from its members, or as it was saved.
-
-        Args:
-            pretrained_model_name_or_path: A list of members (Hub ids, paths or `MemberConfig`s), the primary first; or
-                the id or path of a saved ensemble. The id or path of a single model makes an ensemble of one.
-            *model_args: Refused.
-            config: Configuration of a saved ensemble, where it is loaded already.
-            method: Name or configuration of the method. Default: as saved, else `"unite"`.
-            weights: Mixing weights, one per member. Default: as saved, else the same for all.
-            dtype: One dtype for all members, or a list with one per member. Default: as saved, else as each
-                checkpoint says.
-            device_map: Where the weights go, as in `transformers`: one value for all members, or a list.
-            tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
-            **kwargs: `revision` and `subfolder` of the ensemble; everything else (`token`, `cache_dir`, `max_memory` for
-                all members together, `attn_implementation`, …) is passed on to every member's loading.
-
-        Raises:
-            ConfigurationError: If a member cannot be found or is no causal language model; before any weight is read.
-            VocabularyError: If a tokenizer is missing or cannot be understood.
-        """
-        if model_args:
-            raise ConfigurationError(f"an ensemble takes no positional model arguments, but got {len(model_args)}.")
-        made, members, generation_config = load_parts(
-            pretrained_model_name_or_path, config, method, weights, dtype, device_map, tokenizers, kwargs
-        )
-        ensemble = cls(made, members)
-        if generation_config is not None:
-            ensemble.generation_config = generation_config
-        return ensemble
-
-    def save_pretrained(  # type: ignore[override]
-        self,
-        save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
-        state_dict: None = None,
-        push_to_hub: bool = False,
-        max_shard_size: int | str = "50GB",
-        *,
-        include_members: bool = False,
-        safe_serialization: bool = True,
-        **push_options: Any,
-    ) -> None:
-        """Save the ensemble's configuration, generation configuration, the primary's tokenizer and a README.
-
-        Members are saved as references (Hub ids, or paths relative to the folder) or, with `include_members`, as they
-        are now. A save that fails leaves an older one in the folder as it was.
-
-        Args:
-            save_directory: Folder to write to.
-            is_main_process: Whether this process writes.
-            state_dict: Refused: members have weights of their own.
-            push_to_hub: Whether to upload the ensemble too.
-            max_shard_size: Most bytes of a file of an included member, or a size like `"5GB"`.
-            include_members: Whether to write every distinct member too, with its tokenizer, into a folder in
-                `members/`.
-            safe_serialization: Weights are always safetensors; False is refused.
-            **push_options: Options of `push_to_hub`, `repo_id` (default: the folder's name) among them.
-
-        Raises:
-            ConfigurationError: If a member was given as an object that came from nowhere and is not included, cannot be
-                written or would be overwritten; if a generation configuration cannot be saved; or if an option is
-                unknown. Nothing is written then.
-        """
-        if state_dict is not None or not safe_serialization:
-            raise ConfigurationError(
-                "an ensemble takes neither `state_dict` nor `safe_serialization=False`: with `include_members=True` its "
-                "members are written with their own weights, as safetensors."
-            )
-        # Stock wrappers hand on a token that nobody gave.
-        given = {key: value for key, value in push_options.items() if key != "token" or value is not None}
-        if is_main_process:
-            save_ensemble(self._parts(), save_directory, include_members, max_shard_size, push_to_hub, given)
-
-    def push_to_hub(  # type: ignore[override]
-        self,
-        repo_id: str,
-        *,
-        include_members: bool = False,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: bool | str | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        max_shard_size: int | str = "50GB",
-        tags: str | Sequence[str] | None = None,
-    ) -> CommitInfo:
-        """Upload the ensemble to the Hub in one commit: what `save_pretrained` writes, with a README.
-
-        Members are named by their Hub ids and the commits that were loaded, or uploaded too. Nothing that belongs to
-        this machine is uploaded. A README that is in the repository already stays.
-
-        Args:
-            repo_id: Repository, made if there is none.
-            include_members: Whether to upload the members too. Needed for those that are no Hub ids.
-            commit_message: First line of the commit.
-            commit_description: Description of the commit.
-            private: Whether a new repository is private.
-            token: Token of the Hub. Default: that of `hf auth login`.
-            revision: Branch to upload to, made if there is none.
-            create_pr: Whether to propose the commit as a pull request.
-            max_shard_size: Most bytes of a file of an included member, or a size like `"5GB"`.
-            tags: More tags for the README.
-
-        Returns:
-            The commit.
-
-        Raises:
-            ConfigurationError: If a member lies on this machine and is not included, or its commit cannot be found;
-                before anything is uploaded. Otherwise as `save_pretrained`.
-            huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
-        """
-        options = PushOptions(commit_message, commit_description, private, token, revision, create_pr, tags)
-        plan = plan_push(self._parts(), include_members, options.connect())
-        return push_plan(plan, repo_id, max_shard_size, options)
-
-    def _parts(self) -> EnsembleParts:
-        config: Any = self.config
-        name, tags = type(self).__name__, self.model_tags or ()
-        return EnsembleParts(config, self.generation_config, self._members, self.tokenizer, name, tags)
 
     def compatibility(
         self,
