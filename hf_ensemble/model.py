@@ -33,7 +33,7 @@ from .hub.saving import Saving
 from .member_comparison import CompatibilityReport, compare_members
 from .members.member import Member
 from .modes import mode_for_generate, mode_of
-from .modes.stock_loop import CallCriteria, CallProcessors, Running, StockLoopHooks, carrying
+from .modes.stock_loop import StockLoopHooks
 from .scoring.likelihoods import Likelihoods, score_pairs
 from .scoring.pairs import read_pairs
 from .vocabulary.union import UnionVocabulary
@@ -273,20 +273,21 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                 refuse_without_output(settings)
                 check_positive_integer("num_decision_entries", num_decision_entries)
                 call.num_decision_entries = num_decision_entries
-            running = Running(mode_for_generate(call, settings, arguments, speculation))
+            mode = mode_for_generate(call, settings, arguments, speculation)
             inputs = take_prompt(call, inputs, kwargs, member_prompts)
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
-            output = super().generate(
+            return self._generate_in(
+                mode,
+                settings,
                 inputs,
                 generation_config=generation_config,
-                logits_processor=carrying(CallProcessors, logits_processor, running),
-                stopping_criteria=carrying(CallCriteria, stopping_criteria, running),
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
                 streamer=streamer,
                 **arguments,
                 **kwargs,
             )
-            return running.filled(output, settings)
 
     @torch.no_grad()
     def score(

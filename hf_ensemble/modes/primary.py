@@ -8,11 +8,11 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from ..decoding.call import end_ids
-from ..decoding.hooks import FollowingCriteriaList, Hook
 from ..methods.base import MemberMaps, eos_ids_of
 from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found, score_alone
 from .base import Mode
+from .stock_loop import FollowingCriteriaList
 
 
 class PrimaryMode(Mode):
@@ -31,7 +31,7 @@ class PrimaryMode(Mode):
         ends = eos_ids_of(call.members[:1], end_ids(settings))[0]
         maps = MemberMaps(call.kept.union, 0, ends, prompt_ids.device)
         self.recorder = DecisionRecorder(call.members, [maps], prompt_ids, prompt_mask, call.num_decision_entries)
-        return [Hook(self._take), *stock]
+        return [self._take, *stock]
 
     def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:
         """Let the recorder see what is written."""

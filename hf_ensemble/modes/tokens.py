@@ -4,27 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteriaList
 
 from ..decoding.call import end_ids, keeps_rows
-from ..decoding.hooks import FollowingCriteriaList, Hook
 from ..decoding.loop import Loop
 from ..decoding.refusals import refuse_all_but_greedy
-from ..decoding.row_processors import split_at_warpers
+from ..decoding.row_processors import split_at_warpers, without_padding
 from ..decoding.token_decoder import TokenDecoder
-from ..decoding.unpadded_penalty import UnpaddedPenalty
 from ..errors import ConfigurationError
 from ..methods.base import TokenMethod
 from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found
 from ..scoring.token_batch import TokenBatch
 from .base import Mode
-from .stock_loop import WAITS
+from .stock_loop import WAITS, FollowingCriteriaList
 
 
 class TokenMode(Mode):
@@ -70,21 +63,22 @@ class TokenMode(Mode):
             recorder=self.recorder,
             max_new_tokens=settings.max_length - prompt_ids.shape[1],
         )
-        if prompt_mask is not None:
-            constraints = [
-                UnpaddedPenalty(item, prompt_mask) if isinstance(item, RepetitionPenaltyLogitsProcessor) else item
-                for item in constraints
-            ]
+        constraints = [without_padding(item, prompt_mask) for item in constraints]
         decoder = self._decoder
         # Proposals decide alone wherever the last constraint leaves some of them.
-        settling = [Hook(decoder.settle)] if constraints and method.proposes_few else []
+        settling = [decoder.settle] if constraints and method.proposes_few else []
+        between = [*constraints, *settling, *warpers]
         if is_beam_search:
-            first = Hook(decoder.fuse_beams)
-            last = Hook(lambda _, scores: decoder.check_candidates(scores, settings.num_beams))
-        else:
-            first = Hook(lambda _, scores: decoder.fuse(scores))
-            last = Hook(lambda _, scores: decoder.select(scores, settings.do_sample))
-        return [first, *constraints, *settling, *warpers, last]
+            return [
+                decoder.fuse_beams,
+                *between,
+                lambda _, scores: decoder.check_candidates(scores, settings.num_beams),
+            ]
+        return [
+            lambda _, scores: decoder.fuse(scores),
+            *between,
+            lambda _, scores: decoder.select(scores, settings.do_sample),
+        ]
 
     def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:
         """Let the decoder follow what is written, unless rows move, as beams do."""
