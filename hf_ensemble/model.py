@@ -8,21 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .chat.tokenizer import ensemble_tokenizer
-from .config import (
-    EnsembleConfig,
-    MethodConfig,
-    check_positive_integer,
-    method_config,
-)
+from .config import EnsembleConfig, MethodConfig, check_positive_integer, method_config
 from .decoding.call import Call, take_prompt
 from .decoding.kept import Kept
 from .decoding.refusals import refuse_for_ensembles, refuse_without_output
@@ -36,7 +25,6 @@ from .modes import mode_for_generate, mode_of
 from .modes.stock_loop import StockLoopHooks
 from .scoring.likelihoods import Likelihoods, score_pairs
 from .scoring.pairs import read_pairs
-from .vocabulary.union import UnionVocabulary
 
 
 class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, GenerationMixin):  # type: ignore[misc, override]
@@ -85,8 +73,8 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             config.members[0].chat_template,
             config.members[0].system_prompt,
         )
-        self.union_vocabulary = UnionVocabulary([member.encoder for member in members])
-        self._kept = Kept(self._members, self.union_vocabulary)
+        self._kept = Kept(self._members)
+        self.union_vocabulary = self._kept.union
 
     def compatibility(
         self,

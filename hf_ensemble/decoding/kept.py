@@ -22,15 +22,15 @@ class Kept:
 
     Args:
         members: The members; the first is the primary.
-        union: Their union vocabulary.
 
     Attributes:
+        union: Their union vocabulary.
         methods: Those that are ready, by options, EOS ids and device.
     """
 
-    def __init__(self, members: Sequence[Member], union: UnionVocabulary):
+    def __init__(self, members: Sequence[Member]):
         self.members = members
-        self.union = union
+        self.union = UnionVocabulary([member.encoder for member in members])
         self.methods: dict[Hashable, TokenMethod] = {}
         self._draft_lengths: dict[Hashable, Any] = {}
 

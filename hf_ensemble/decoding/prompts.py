@@ -44,6 +44,9 @@ class OwnPrompts:
             such a list, where it has none.
         num_rows: Number of prompts.
 
+    Attributes:
+        texts: For each prompt each member's own text, or None.
+
     Raises:
         ConfigurationError: If there is not one entry per member, or not one text per row, or the primary has one.
     """
@@ -67,15 +70,6 @@ class OwnPrompts:
                 "the primary reads `input_ids`: give None as its entry of `member_prompts`, or no `input_ids`."
             )
         self.texts = list(zip(*texts, strict=True))
-
-    def of_row(self, row: int, num_rows: int) -> tuple[str | None, ...]:
-        """Each member's own prompt in one row of a call, of whose rows every prompt has the same number.
-
-        Args:
-            row: The row.
-            num_rows: Number of rows of the call.
-        """
-        return self.texts[row * len(self.texts) // num_rows]
 
 
 def encode_primary_prompt(
@@ -193,7 +187,9 @@ def read_prompts(
     primary = members[0]
     kept = [[1] * ids.shape[1]] * ids.shape[0] if mask is None else mask.tolist()
     rows = [tuple(i for i, keep in zip(*row, strict=True) if keep) for row in zip(ids.tolist(), kept, strict=True)]
-    own_texts = [own.of_row(n, len(rows)) if own else (None,) * len(members) for n in range(len(rows))]
+    texts_of = [(None,) * len(members)] if own is None else own.texts
+    # A prompt may have several rows, one after the other.
+    own_texts = [texts_of[n * len(texts_of) // len(rows)] for n in range(len(rows))]
     keys = list(zip(rows, own_texts, strict=True))
     number_of = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     distinct = [list(row) for row, _ in number_of]

@@ -46,15 +46,13 @@ def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -
     """
     place = place_of_model(item)
     own = None if item.gguf_file else place.file(_CONFIG_FILE, hub)
-    if item.adapter is not None and place_of_adapter(item) != place:
-        if own is not None:
-            raise ConfigurationError(
-                f"member {name_of(item)!r} cannot have the adapter {item.adapter!r}: {item.path!r} is an adapter itself. "
-                "Give the model's own id or path, or merge the one into it first."
-            )
-        return _named_adapter(item, hub)
     if own is None:
         return item if item.adapter is None else _named_adapter(item, hub)
+    if item.adapter is not None and place_of_adapter(item) != place:
+        raise ConfigurationError(
+            f"member {name_of(item)!r} cannot have the adapter {item.adapter!r}: {item.path!r} is an adapter itself. "
+            "Give the model's own id or path, or merge the one into it first."
+        )
     config = _checked_config(item, own)
     name = item.name or place.path.rstrip("/").rsplit("/", 1)[-1]
     if os.path.isdir(place.path):

@@ -261,18 +261,15 @@ def _load_tokenizer(item: MemberConfig, given: Any, kwargs: dict[str, Any]) -> P
         beside = place_of_adapter(item)
         is_beside = item.adapter is not None and beside.file("tokenizer_config.json", hub) is not None
         source, options = (beside.path, beside.options) if is_beside else (item.path, source_options(item))
+    remedy = "Set `MemberConfig(tokenizer=...)`, or pass `tokenizers=[...]` with one per member."
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options, **hub)
     except Exception as error:
         raise VocabularyError(
-            f"member {name_of(item)!r} has no tokenizer that can be loaded: {error} Set "
-            "`MemberConfig(tokenizer=...)`, or pass `tokenizers=[...]` with one per member."
+            f"member {name_of(item)!r} has no tokenizer that can be loaded: {error} {remedy}"
         ) from error
     if len(tokenizer) == 0:
-        raise VocabularyError(
-            f"member {name_of(item)!r} has an empty tokenizer. Set `MemberConfig(tokenizer=...)`, or pass "
-            "`tokenizers=[...]` with one per member."
-        )
+        raise VocabularyError(f"member {name_of(item)!r} has an empty tokenizer. {remedy}")
     return tokenizer
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..decoding.call import Call
+from ..decoding.speculation.options import Speculation, obstacle_to_drafts
 from .base import Mode
 from .drafts import DraftMode
 from .primary import PrimaryMode
@@ -31,13 +32,18 @@ def mode_for_generate(
         call: What the call works with.
         settings: Its generation config.
         arguments: Arguments of `generate` that are no generation options, by name.
-        speculation: Who drafts; None for nobody.
+        speculation: Who drafts, where nothing stands against it or plain decoding may not take over; None for nobody.
 
     Raises:
-        ConfigurationError: If an option cannot be used.
+        ConfigurationError: If an option cannot be used, or there is no such drafter.
     """
     mode = mode_of(call)
     if speculation is not None:
-        mode = DraftMode.or_plain(mode, speculation, settings, arguments)
+        drafting = Speculation(speculation, call.members)
+        found = obstacle_to_drafts(call, settings, arguments["synced_gpus"])
+        if found is not None:
+            drafting.refuse(found)
+        elif not (call.is_by_primary and drafting.is_auto):
+            mode = DraftMode(mode, drafting)
     mode.refuse(settings, arguments)
     return mode

@@ -10,7 +10,7 @@ from ..decoding.loop import Loop
 from ..decoding.row_processors import needs_whole_batch
 from ..decoding.speculation.decoder import SpeculativeDecoder
 from ..decoding.speculation.draft_length import DraftLength
-from ..decoding.speculation.options import Speculation, obstacle_to_drafts, whole_batch_obstacle
+from ..decoding.speculation.options import Speculation, whole_batch_obstacle
 from ..scoring.likelihoods import Batch, Found
 from .base import Mode
 
@@ -29,29 +29,6 @@ class DraftMode(Mode):
         super().__init__(plain.call)
         self._plain = plain
         self._speculation = speculation
-
-    @classmethod
-    def or_plain(cls, plain: Mode, name: str, settings: GenerationConfig, arguments: Mapping[str, Any]) -> Mode:
-        """Make this mode, unless something stands against it and `name` leaves it open to decode plainly.
-
-        Args:
-            plain: The mode of the call without drafts.
-            name: What `speculation` asks for.
-            settings: The generation config of the call.
-            arguments: As for `refuse`.
-
-        Raises:
-            ConfigurationError: If there is no such drafter, or drafts cannot be used.
-        """
-        call = plain.call
-        speculation = Speculation(name, call.members)
-        if call.is_by_primary and speculation.is_auto:
-            return plain
-        found = obstacle_to_drafts(call, settings, arguments["synced_gpus"])
-        if found is not None:
-            speculation.refuse(found)
-            return plain
-        return cls(plain, speculation)
 
     def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
         """Refuse what the plain mode refuses."""
