@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                 "an ensemble holds loaded models, so it cannot be made from a configuration alone. Use "
                 "`from_pretrained([...])` or `from_members(...)`."
             )
+        config._attn_implementation = members[0].model.config._attn_implementation
         super().__init__(config)
         self.members = nn.ModuleList([member.model for member in members])
         self._members = list(members)
@@ -131,7 +132,6 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             )
         view, item = self._members[index], dataclasses.replace(self.config.members[index])
         config = EnsembleConfig(members=[item], method="gac", primary_config=copy.deepcopy(view.model.config))
-        config._attn_implementation = view.model.config._attn_implementation
         return type(self)(config, [view])
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
@@ -239,7 +239,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             MemberError: If a member fails, gives NaN, or every candidate was filtered out.
         """
         arguments = {"prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "synced_gpus": synced_gpus}
-        with _ended_on_failure(streamer):
+        try:
             call = self._call(method, weights)
             call.has_cache = any(kwargs.get(key) is not None for key in ("past_key_values", "cache"))
             settings = self._prepare_generation_config(  # type: ignore[misc]
@@ -276,6 +276,12 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                 **arguments,
                 **kwargs,
             )
+        except BaseException:
+            if streamer is not None:
+                # What failed is what shall be seen, also if the streamer (whose event loop may be closed) fails as well.
+                with contextlib.suppress(Exception):
+                    streamer.end()
+            raise
 
     @torch.no_grad()
     def score(
@@ -319,19 +325,6 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         given = self.config.weights if weights is None else weights
         step_weights = StepWeights(given, len(self._members), config.takes_weights_as_given)
         return Call(self._kept, config, step_weights)
-
-
-@contextlib.contextmanager
-def _ended_on_failure(streamer: Any) -> Iterator[None]:
-    """End a streamer also when generation fails, so that its readers never hang."""
-    try:
-        yield
-    except BaseException:
-        if streamer is not None:
-            # What failed is what shall be seen, also if the streamer (whose event loop may be closed) fails as well.
-            with contextlib.suppress(Exception):
-                streamer.end()
-        raise
 
 
 AutoConfig.register(EnsembleConfig.model_type, EnsembleConfig)

@@ -19,7 +19,7 @@ from transformers import (
 from typing_extensions import Self
 
 from .. import messages
-from ..config import EnsembleConfig, MemberConfig, MethodConfig, method_config, normalize_weights
+from ..config import EnsembleConfig, MemberConfig, MethodConfig, method_config
 from ..errors import ConfigurationError, VocabularyError
 from ..members.member import Member
 from .adapters import add_adapter
@@ -86,7 +86,6 @@ class Loading:
             primary_config=copy.deepcopy(models[0].config),
         )
         config.method.check_members(len(models))
-        config._attn_implementation = models[0].config._attn_implementation
         known: dict[Any, Member] = {}
         members = []
         for model, tokenizer, item in zip(models, tokenizers, config.members, strict=True):
@@ -143,20 +142,19 @@ class Loading:
             if finish_writing(Path(source, located.get("subfolder") or "")):
                 config = None
         asked, is_saved = read_source(source, config, located, hub)
-        method = method_config(asked.method if method is None else method)
-        weights = asked.weights if weights is None else weights
         if not asked.members:
             raise ConfigurationError("an ensemble needs at least one member: got an empty list.")
-        if weights is not None:
-            weights = normalize_weights(weights, len(asked.members), method.takes_weights_as_given)
-        method.check_members(len(asked.members))
+        method = asked.method if method is None else method
+        weights = asked.weights if weights is None else weights
+        asked = EnsembleConfig(members=asked.members, method=method, weights=weights)
+        asked.method.check_members(len(asked.members))
         if is_saved and dtype is not None and dtype != "auto":
             for item in asked.members:
                 item.dtype = None
         found = [checked_member(number, item, hub) for number, item in enumerate(asked.members)]
         items = [item for item, _ in found]
         models, loaded = _load_members(items, [own for _, own in found], dtype, device_map, tokenizers, kwargs)
-        ensemble = cls.from_members(models, loaded, method, weights, items)
+        ensemble = cls.from_members(models, loaded, asked.method, asked.weights, items)
         if isinstance(source, str):
             ensemble.name_or_path = ensemble.config.name_or_path = source
         if is_saved:

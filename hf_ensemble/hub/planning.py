@@ -189,8 +189,8 @@ def _check_generation_config(config: GenerationConfig | None, whose: str) -> Non
 def _checked_config(ensemble: Any, items: list[MemberConfig]) -> EnsembleConfig:
     config: EnsembleConfig = copy.deepcopy(ensemble.config)
     # Members may have been cast since they were loaded.
-    dtypes = [str(member.model.dtype).removeprefix("torch.") for member in ensemble.member_views]
-    config.members = [dataclasses.replace(item, dtype=dtype) for item, dtype in zip(items, dtypes, strict=True)]
+    pairs = zip(items, ensemble.member_views, strict=True)
+    config.members = [dataclasses.replace(item, dtype=member.model.dtype) for item, member in pairs]
     config.architectures = [type(ensemble).__name__]
     if config.weights is not None:
         normalize_weights(config.weights, len(items), config.method.takes_weights_as_given)

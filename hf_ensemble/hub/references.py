@@ -22,16 +22,17 @@ HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "prox
 
 @dataclass(frozen=True)
 class Place:
-    """A folder: on this machine, or in a repository of the Hub."""
+    """A folder: on this machine, or in a repository of the Hub.
+
+    Attributes:
+        path: Path or Hub id.
+        revision: Branch, tag or commit on the Hub.
+        subfolder: Folder within.
+    """
 
     path: str
-    """Path or Hub id."""
-
     revision: str | None
-    """Branch, tag or commit on the Hub."""
-
     subfolder: str | None
-    """Folder within."""
 
     def file(self, name: str, hub: Mapping[str, Any]) -> str | None:
         """Path on this machine of a file in it; None if there is none, or it cannot be had.

@@ -166,17 +166,12 @@ def push_plan(plan: SavePlan, repo_id: str, max_shard_size: int | str, options: 
         repo_id = api.create_repo(repo_id, private=options.private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/pr"):
             _make_branch(api, repo_id, revision, options.create_pr)
-        readme = _remote_card(api, repo_id, revision, tags)
-        if readme is None:
-            readme = model_card(plan, repo_id, tags, api)
+        readme = _remote_card(api, repo_id, revision, tags) or model_card(plan, repo_id, tags, api)
         (folder / "README.md").write_text(readme, "utf-8")
-        files = sorted(str(file.relative_to(folder).as_posix()) for file in folder.rglob("*") if file.is_file())
-        prefixes = tuple(f"{place}/" for place in plan.bundled)
-        stale = [
-            file
-            for file in api.list_repo_files(repo_id, revision=revision)
-            if file not in files and (file in MAY_BE_STALE or (prefixes and file.startswith(prefixes)))
-        ]
+        files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+        bundled = tuple(f"{place}/" for place in plan.bundled)
+        there = set(api.list_repo_files(repo_id, revision=revision)).difference(files)
+        stale = sorted(file for file in there if file in MAY_BE_STALE or file.startswith(bundled))
         return api.create_commit(
             repo_id,
             [

@@ -23,6 +23,9 @@ class Mode(ABC):
         call: What the call works with.
     """
 
+    decoder: Any = None
+    """What decides token by token, and counts and keeps what every step gave; None if nothing does."""
+
     recorder: DecisionRecorder | None = None
     """What records the decisions of the call; None if nothing does."""
 
@@ -67,7 +70,16 @@ class Mode(ABC):
         return loop.run()
 
     def fill(self, output: Any, settings: GenerationConfig) -> None:
-        """Put into an output object what the mode knows beside the ids: here, the decisions."""
+        """Put into an output object what the mode knows beside the ids."""
+        if self.decoder is not None:
+            output["num_forwards"] = self.decoder.num_forwards
+            if settings.output_logits:
+                output["logits"] = tuple(self.decoder.logits_rows)
+            # Where the stock loop chooses, it has the scores already.
+            if settings.output_scores and self.decoder.scores_rows:
+                output["scores"] = tuple(self.decoder.scores_rows)
+            if settings.num_beams in (None, 1):
+                output["share_ensembled"] = self.decoder.share_ensembled
         if self.recorder is not None:
             output["decisions"] = self.recorder.decisions(output.sequences)
 

@@ -23,7 +23,7 @@ class DraftMode(Mode):
         speculation: Who drafts.
     """
 
-    _decoder: SpeculativeDecoder
+    decoder: SpeculativeDecoder
 
     def __init__(self, plain: Mode, speculation: Speculation):
         super().__init__(plain.call)
@@ -61,25 +61,20 @@ class DraftMode(Mode):
             )
 
         draft_length = call.kept.take_draft_length(kind, new_draft_length)
-        self._decoder = SpeculativeDecoder(call, loop, method, drafters, speculation.uses_ngrams, draft_length)
+        self.decoder = SpeculativeDecoder(call, loop, method, drafters, speculation.uses_ngrams, draft_length)
         try:
-            ids = loop.write(self._decoder.next_ids)
+            ids = loop.write(self.decoder.next_ids)
         finally:
-            self._decoder.close()
+            self.decoder.close()
         call.kept.keep_draft_length(kind, draft_length)
         if not settings.return_dict_in_generate:
             return ids
-        return GenerateDecoderOnlyOutput(
-            sequences=ids,  # type: ignore[arg-type]
-            scores=tuple(self._decoder.scores_rows) if settings.output_scores else None,  # type: ignore[arg-type]
-            logits=tuple(self._decoder.logits_rows) if settings.output_logits else None,  # type: ignore[arg-type]
-        )
+        return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
 
     def fill(self, output: Any, settings: GenerationConfig) -> None:
-        """Put in forward passes, shares, and what came of the drafts."""
-        output["num_forwards"] = self._decoder.num_forwards
-        output["share_ensembled"] = self._decoder.share_ensembled
-        output["speculation"] = self._decoder.stats
+        """Put in what came of the drafts too."""
+        super().fill(output, settings)
+        output["speculation"] = self.decoder.stats
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Drafts change nothing of what is likely."""

@@ -44,12 +44,8 @@ class SpanMode(Mode):
                 Obstacle(cache not in (None, "dynamic"), "`cache_implementation`", rolled_back),
                 Obstacle(self.call.has_cache, "`past_key_values`", "the members keep caches of their own"),
             ],
-            self._name,
+            f"method {self.call.config.name!r}",
         )
-
-    @property
-    def _name(self) -> str:
-        return f"method {self.call.config.name!r}"
 
     def processors(
         self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
@@ -65,8 +61,9 @@ class SpanMode(Mode):
             name = type(item).__name__
             if name not in WARPERS | _ANY_VOCABULARY and len(fingerprints) > 1:
                 raise ConfigurationError(
-                    f"the logits processor {name} cannot be used with {self._name} unless all members have the same "
-                    "tokenizer: it knows the primary's ids only, but every member proposes in its own."
+                    f"the logits processor {name} cannot be used with method {self.call.config.name!r} unless all "
+                    "members have the same tokenizer: it knows the primary's ids only, but every member proposes in its "
+                    "own."
                 )
         return kept
 

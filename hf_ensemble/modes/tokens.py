@@ -23,7 +23,7 @@ from .stock_loop import WAITS, FollowingCriteriaList
 class TokenMode(Mode):
     """A token-level method decides every token."""
 
-    _decoder: TokenDecoder
+    decoder: TokenDecoder
 
     def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
         """Refuse sampling and beams where the method's options allow neither."""
@@ -50,7 +50,7 @@ class TokenMode(Mode):
                 is_wide,
                 method.reads_first_ids,
             )
-        self._decoder = TokenDecoder(
+        self.decoder = TokenDecoder(
             call,
             method,
             prompt_ids,
@@ -64,7 +64,7 @@ class TokenMode(Mode):
             max_new_tokens=settings.max_length - prompt_ids.shape[1],
         )
         constraints = [without_padding(item, prompt_mask) for item in constraints]
-        decoder = self._decoder
+        decoder = self.decoder
         # Proposals decide alone wherever the last constraint leaves some of them.
         settling = [decoder.settle] if constraints and method.proposes_few else []
         between = [*constraints, *settling, *warpers]
@@ -84,26 +84,15 @@ class TokenMode(Mode):
         """Let the decoder follow what is written, unless rows move, as beams do."""
         if settings.num_beams is not None and settings.num_beams > 1:
             return stock
-        return FollowingCriteriaList(stock, self._decoder.receive)
+        return FollowingCriteriaList(stock, self.decoder.receive)
 
     def sample(self, loop: Loop) -> Any:
         """Run the stock loop; the primary's own passes are left out where its state runs it."""
-        if self._decoder.rows.runs_primary:
+        if self.decoder.rows.runs_primary:
             for key in ("past_key_values", "cache"):
                 loop.kwargs.pop(key, None)
             loop.kwargs[WAITS] = True
         return loop.run()
-
-    def fill(self, output: Any, settings: GenerationConfig) -> None:
-        """Put in the ensemble's scores and logits, forward passes, shares and decisions."""
-        if settings.output_logits:
-            output["logits"] = tuple(self._decoder.logits_rows)
-        if settings.output_scores and self._decoder.scores_rows:
-            output["scores"] = tuple(self._decoder.scores_rows)
-        output["num_forwards"] = self._decoder.num_forwards
-        if settings.num_beams in (None, 1):
-            output["share_ensembled"] = self._decoder.share_ensembled
-        super().fill(output, settings)
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Score by the fused distribution of every step."""
