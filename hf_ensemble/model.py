@@ -59,20 +59,18 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         super().__init__(config)
         self.members = nn.ModuleList([member.model for member in members])
         self._members = list(members)
-        primary: Any = members[0].model
-        if getattr(primary, "generation_config", None) is not None:
-            self.generation_config = copy.deepcopy(primary.generation_config)
+        primary, item = members[0], config.members[0]
+        model: Any = primary.model
+        if getattr(model, "generation_config", None) is not None:
+            self.generation_config = copy.deepcopy(model.generation_config)
         # The primary's ends of texts by the same rule as everybody's, added ones included.
-        self.generation_config.eos_token_id = list(members[0].eos_token_ids) or None
-        if hasattr(primary, "hf_device_map"):
-            self.hf_device_map = dict(primary.hf_device_map)
+        self.generation_config.eos_token_id = list(primary.eos_token_ids) or None
+        if hasattr(model, "hf_device_map"):
+            self.hf_device_map = dict(model.hf_device_map)
         self.tokenizers = [member.tokenizer for member in members]
+        control = primary.encoder.token_bytes.control
         self.tokenizer = ensemble_tokenizer(
-            members[0].tokenizer,
-            members[0].encoder.token_bytes.control,
-            members[0].name,
-            config.members[0].chat_template,
-            config.members[0].system_prompt,
+            primary.tokenizer, control, primary.name, item.chat_template, item.system_prompt
         )
         self._kept = Kept(self._members)
         self.union_vocabulary = self._kept.union
@@ -238,25 +236,27 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                 embeddings have been resized.
             MemberError: If a member fails, gives NaN, or every candidate was filtered out.
         """
-        arguments = {"prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "synced_gpus": synced_gpus}
+        arguments = {
+            "generation_config": generation_config,
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+            "synced_gpus": synced_gpus,
+            "streamer": streamer,
+        }
+        refused = {
+            "assistant_model": assistant_model,
+            "negative_prompt_ids": negative_prompt_ids,
+            "negative_prompt_attention_mask": negative_prompt_attention_mask,
+            "custom_generate": custom_generate,
+        }
         try:
             call = self._call(method, weights)
             call.has_cache = any(kwargs.get(key) is not None for key in ("past_key_values", "cache"))
             settings = self._prepare_generation_config(  # type: ignore[misc]
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
             )[0]
-            refuse_for_ensembles(
-                settings,
-                kwargs,
-                {
-                    "assistant_model": assistant_model,
-                    "negative_prompt_ids": negative_prompt_ids,
-                    "negative_prompt_attention_mask": negative_prompt_attention_mask,
-                    "custom_generate": custom_generate,
-                    "inputs_embeds": kwargs.get("inputs_embeds"),
-                    "labels": kwargs.get("labels"),
-                },
-            )
+            refuse_for_ensembles(settings, {**refused, **kwargs})
             if output_decisions:
                 refuse_without_output(settings)
                 check_positive_integer("num_decision_entries", num_decision_entries)
@@ -265,17 +265,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             inputs = take_prompt(call, inputs, kwargs, member_prompts)
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
-            return self._generate_in(
-                mode,
-                settings,
-                inputs,
-                generation_config=generation_config,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                streamer=streamer,
-                **arguments,
-                **kwargs,
-            )
+            return self._generate_in(mode, settings, inputs, **arguments, **kwargs)
         except BaseException:
             if streamer is not None:
                 # What failed is what shall be seen, also if the streamer (whose event loop may be closed) fails as well.

@@ -59,9 +59,7 @@ class Call:
         return self.kept.method(self.config, end_ids(settings))
 
 
-def take_prompt(
-    call: Call, inputs: Tensor | None, kwargs: dict[str, Any], member_prompts: Sequence[Any] | None
-) -> Tensor | None:
+def take_prompt(call: Call, inputs: Tensor | None, kwargs: dict[str, Any], member_prompts: Any) -> Tensor | None:
     """Take the prompt out of what `generate` was called with, and what members read in its place into the call.
 
     Args:
@@ -79,8 +77,10 @@ def take_prompt(
     kwargs.pop("token_type_ids", None)  # harmless, and part of what some tokenizers return
     primary, mask = call.members[0], kwargs.get("attention_mask")
     inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
-    if inputs is None:
-        inputs, mask, member_prompts = encode_primary_prompt(primary, member_prompts)
+    of_primary = member_prompts[0] if isinstance(member_prompts, (list, tuple)) and member_prompts else None
+    if inputs is None and of_primary is not None:
+        inputs, mask = encode_primary_prompt(primary, of_primary)
+        member_prompts = [None, *member_prompts[1:]]
     if inputs is not None:
         inputs, kwargs["attention_mask"] = prepare_prompt(primary, inputs, mask)
     call.own_prompts = OwnPrompts(call.members, member_prompts, 1 if inputs is None else len(inputs))

@@ -1,6 +1,6 @@
 """What an ensemble keeps from call to call: methods that are ready, and how its drafts have fared."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -26,16 +26,17 @@ class Kept:
     Attributes:
         union: Their union vocabulary.
         methods: Those that are ready, by options, EOS ids and device.
+        draft_lengths: What calls have measured, by their kind. A call takes it out, and hands it back when it is through.
     """
 
     def __init__(self, members: Sequence[Member]):
         self.members = members
         self.union = UnionVocabulary([member.encoder for member in members])
         self.methods: dict[Hashable, TokenMethod] = {}
-        self._draft_lengths: dict[Hashable, Any] = {}
+        self.draft_lengths: dict[Hashable, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "methods": {}, "_draft_lengths": {}}
+        return {**self.__dict__, "methods": {}, "draft_lengths": {}}
 
     def method(self, config: MethodConfig, eos_ids: Sequence[int], device: torch.device | None = None) -> TokenMethod:
         """Give a token-level method, made for these members; others give back memory of what can be made again.
@@ -58,12 +59,8 @@ class Kept:
             self.methods[key] = method
         return method
 
-    def take_draft_length(self, kind: Hashable, make: Callable[[], Any]) -> Any:
-        """Give what earlier calls of a kind have measured to one call, which hands it back by `keep_draft_length`."""
-        return self._draft_lengths.pop(kind, None) or make()
-
     def keep_draft_length(self, kind: Hashable, draft_length: Any) -> None:
         """Keep what a call has measured for the next one of its kind."""
-        if len(self._draft_lengths) >= _MAX_DRAFT_LENGTHS:
-            self._draft_lengths.clear()
-        self._draft_lengths[kind] = draft_length
+        if len(self.draft_lengths) >= _MAX_DRAFT_LENGTHS:
+            self.draft_lengths.clear()
+        self.draft_lengths[kind] = draft_length

@@ -72,25 +72,20 @@ class OwnPrompts:
         self.texts = list(zip(*texts, strict=True))
 
 
-def encode_primary_prompt(
-    primary: Member, member_prompts: Sequence[Any] | None
-) -> tuple[Tensor | None, Tensor | None, Sequence[Any] | None]:
+def encode_primary_prompt(primary: Member, given: Any) -> tuple[Tensor, Tensor]:
     """Encode the primary's entry of `member_prompts`, which stands for the ids of a call without any.
 
     Args:
         primary: The primary.
-        member_prompts: For each member its own plain text, as in `generate`; None for none.
+        given: A text, or a list with one for each row.
 
     Returns:
-        Its ids and mask, each of shape `(batch_size, length)` on the primary's device and padded on the left, and the
-        entries of the other members; None, None and `member_prompts` where the primary has no entry.
+        Its ids and mask, each of shape `(batch_size, length)` on the primary's device and padded on the left.
 
     Raises:
-        ConfigurationError: If the primary's entry is no text or list of texts.
+        ConfigurationError: If it is neither.
     """
-    if not isinstance(member_prompts, (list, tuple)) or not member_prompts or member_prompts[0] is None:
-        return None, None, member_prompts
-    texts = [member_prompts[0]] if isinstance(member_prompts[0], str) else member_prompts[0]
+    texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) for text in texts):
         raise ConfigurationError(
             f"`member_prompts` of the primary {primary.name!r} must be a text or a list of texts, or None beside "
@@ -98,7 +93,7 @@ def encode_primary_prompt(
         )
     # Its tokenizer may have no padding token.
     ids, mask = padded_left([primary.encode(text) for text in texts], primary.tokenizer.pad_token_id or 0)
-    return ids.to(primary.device), mask.to(primary.device), [None, *member_prompts[1:]]
+    return ids.to(primary.device), mask.to(primary.device)
 
 
 def prepare_prompt(primary: Member, ids: Any, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -26,16 +26,7 @@ from .adapters import add_adapter
 from .finding import checked_member, read_source, source_options
 from .in_place import finish_writing
 from .placement import check_memory, remaining_memory
-from .references import (
-    HUB_OPTIONS,
-    check_token,
-    is_local,
-    name_of,
-    place_of_adapter,
-    place_of_model,
-    whole_path,
-    with_paths,
-)
+from .references import HUB_OPTIONS, Place, check_token, is_local, name_of, whole_path, with_paths
 
 
 class Loading:
@@ -175,7 +166,7 @@ def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, item:
     if item.commit is None and item.path and not is_local(item.path):
         # Transformers 5.17 keeps the commit with the configuration.
         kept = getattr(model.config, "_commit_hash", None)
-        item.commit = kept or place_of_model(item).commit("config.json", {})
+        item.commit = kept or Place.of_model(item).commit("config.json", {})
     return item
 
 
@@ -256,7 +247,7 @@ def _load_tokenizer(item: MemberConfig, given: Any, kwargs: dict[str, Any]) -> P
     options: dict[str, Any] = {}
     if source is None:
         # What an adapter was trained with lies beside it.
-        beside = place_of_adapter(item)
+        beside = Place.of_adapter(item)
         is_beside = item.adapter is not None and beside.file("tokenizer_config.json", hub) is not None
         source, options = (beside.path, beside.options) if is_beside else (item.path, source_options(item))
     remedy = "Set `MemberConfig(tokenizer=...)`, or pass `tokenizers=[...]` with one per member."

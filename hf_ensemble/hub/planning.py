@@ -18,7 +18,7 @@ from ..errors import ConfigurationError
 from ..members.member import Member
 from .adapters import active_adapters, base_model, obstacle_to_writing
 from .in_place import BUNDLE
-from .references import Place, is_local, paths_of, place_of_adapter, place_of_model, saved_path, with_paths
+from .references import Place, is_local, paths_of, saved_path, with_paths
 
 ADAPTER_FOLDER = "adapter"
 """Folder of a bundled member's adapter, within the member's."""
@@ -111,9 +111,9 @@ def plan_push(ensemble: Any, include_members: bool, api: HfApi) -> SavePlan:
                     f"{what} {member.name!r} lies in a folder of this machine, so others could not load what is pushed. "
                     "Pass `include_members=True`, or load the member by its Hub id."
                 )
-        commits: dict[str, Any] = {"revision": item.commit or _commit_on_hub(place_of_model(item), member, api)}
+        commits: dict[str, Any] = {"revision": item.commit or _commit_on_hub(Place.of_model(item), member, api)}
         if item.adapter is not None:
-            commits["adapter_revision"] = item.adapter_commit or _commit_on_hub(place_of_adapter(item), member, api)
+            commits["adapter_revision"] = item.adapter_commit or _commit_on_hub(Place.of_adapter(item), member, api)
         return dataclasses.replace(item, **commits)
 
     return _plan_bundle(ensemble) if include_members else _plan_references(ensemble, reference)

@@ -34,6 +34,16 @@ class Place:
     revision: str | None
     subfolder: str | None
 
+    @classmethod
+    def of_model(cls, item: MemberConfig) -> "Place":
+        """Where a member's model lies, at the commit that was read first."""
+        return cls(str(item.path), item.commit or item.revision, item.subfolder)
+
+    @classmethod
+    def of_adapter(cls, item: MemberConfig) -> "Place":
+        """Where a member's adapter lies, at the commit that was read first."""
+        return cls(str(item.adapter), item.adapter_commit or item.adapter_revision, item.adapter_subfolder)
+
     def file(self, name: str, hub: Mapping[str, Any]) -> str | None:
         """Path on this machine of a file in it; None if there is none, or it cannot be had.
 
@@ -68,16 +78,6 @@ class Place:
         """`revision` and `subfolder`, where they are given."""
         given = {"revision": self.revision, "subfolder": self.subfolder}
         return {key: value for key, value in given.items() if value is not None}
-
-
-def place_of_model(item: MemberConfig) -> Place:
-    """Where a member's model lies, at the commit that was read first."""
-    return Place(str(item.path), item.commit or item.revision, item.subfolder)
-
-
-def place_of_adapter(item: MemberConfig) -> Place:
-    """Where a member's adapter lies, at the commit that was read first."""
-    return Place(str(item.adapter), item.adapter_commit or item.adapter_revision, item.adapter_subfolder)
 
 
 def is_local(path: str) -> bool:

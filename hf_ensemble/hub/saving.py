@@ -172,12 +172,11 @@ def push_plan(plan: SavePlan, repo_id: str, max_shard_size: int | str, options: 
         bundled = tuple(f"{place}/" for place in plan.bundled)
         there = set(api.list_repo_files(repo_id, revision=revision)).difference(files)
         stale = sorted(file for file in there if file in MAY_BE_STALE or file.startswith(bundled))
+        deleted = [CommitOperationDelete(path_in_repo=file) for file in stale]
+        added = [CommitOperationAdd(path_in_repo=file, path_or_fileobj=str(folder / file)) for file in files]
         return api.create_commit(
             repo_id,
-            [
-                *(CommitOperationDelete(path_in_repo=file) for file in stale),
-                *(CommitOperationAdd(path_in_repo=file, path_or_fileobj=str(folder / file)) for file in files),
-            ],
+            [*deleted, *added],
             commit_message=options.commit_message or "Upload ensemble",
             commit_description=options.commit_description,
             revision=revision,

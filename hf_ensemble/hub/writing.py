@@ -10,11 +10,9 @@ from typing import Any
 from ..members.member import Member
 from .adapters import base_model, weights_without_adapters, write_adapter
 from .planning import ADAPTER_FOLDER, SavePlan, is_from_gguf
+from .references import HUB_OPTIONS
 
-_OF_ONE_MACHINE = (
-    *("token", "cache_dir", "local_files_only", "force_download", "proxies"),
-    *("is_local", "name_or_path", "_name_or_path"),
-)
+_OF_ONE_MACHINE = (*HUB_OPTIONS, "is_local", "name_or_path", "_name_or_path")
 """What models and tokenizers may write of how they were loaded."""
 
 _ANY_TEXT = ("chat_template", "content")

@@ -60,7 +60,7 @@ class DraftMode(Mode):
                 num_trials=4 if any(members[index].is_captured for index in participants) else 1,
             )
 
-        draft_length = call.kept.take_draft_length(kind, new_draft_length)
+        draft_length = call.kept.draft_lengths.pop(kind, None) or new_draft_length()
         self.decoder = SpeculativeDecoder(call, loop, method, drafters, speculation.uses_ngrams, draft_length)
         try:
             ids = loop.write(self.decoder.next_ids)

@@ -30,26 +30,28 @@ class PrimaryMode(Mode):
             return stock
         ends = eos_ids_of(call.members[:1], end_ids(settings))[0]
         maps = MemberMaps(call.kept.union, 0, ends, prompt_ids.device)
-        self.recorder = DecisionRecorder(call.members, [maps], prompt_ids, prompt_mask, call.num_decision_entries)
-        return [self._take, *stock]
+        recorder = DecisionRecorder(call.members, [maps], prompt_ids, prompt_mask, call.num_decision_entries)
+        self.recorder = recorder
+
+        def take(input_ids: Tensor, scores: Tensor) -> Tensor:
+            weights = torch.eye(len(call.members))[:1].expand(len(scores), -1)
+            logits = scores.float()
+            recorder.take([logits], logits.log_softmax(-1), weights, weights != 0)
+            return scores
+
+        return [take, *stock]
 
     def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:
         """Let the recorder see what is written."""
-        if self.recorder is None:
+        recorder = self.recorder
+        if recorder is None:
             return stock
-        return FollowingCriteriaList(stock, self._record)
 
-    def _take(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        assert self.recorder is not None
-        weights = torch.eye(len(self.call.members))[:1].expand(len(scores), -1)
-        logits = scores.float()
-        self.recorder.take([logits], logits.log_softmax(-1), weights, weights != 0)
-        return scores
+        def record(input_ids: Tensor, done: Tensor) -> Tensor:
+            recorder.choose(input_ids[:, -1], done)
+            return done
 
-    def _record(self, input_ids: Tensor, done: Tensor) -> Tensor:
-        assert self.recorder is not None
-        self.recorder.choose(input_ids[:, -1], done)
-        return done
+        return FollowingCriteriaList(stock, record)
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Score by the primary's own distribution."""

@@ -15,8 +15,8 @@ from ..errors import ConfigurationError
 from ..scoring.likelihoods import Batch, Found, score_by_spans
 from .base import Mode
 
-_ANY_VOCABULARY = {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"}
-"""Processors that know ids by the text before them only, so that they act on any member's own."""
+_ACTING_ANYWHERE = WARPERS | {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"}
+"""Processors that know ids by the text before them only, if at all, so that they act on any member's own."""
 
 _EARLY_END_PROCESSORS = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
 
@@ -26,7 +26,11 @@ class SpanMode(Mode):
 
     def __init__(self, call: Call):
         super().__init__(call)
-        call.weights.refuse_varying(call.config.name)
+        if call.weights.varies or call.weights.num_rows > 1:
+            raise ConfigurationError(
+                f"method {call.config.name!r} does not mix by weights: give one weight per member (0 leaves it out), not "
+                "one for each row or step."
+            )
 
     def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
         """Refuse what needs a distribution over tokens, or another loop."""
@@ -57,14 +61,12 @@ class SpanMode(Mode):
         kept = [counting_all(item) for item in kept]
         writing = {0, *self.call.weights.participants}
         fingerprints = {self.call.members[index].encoder.token_bytes.fingerprint for index in writing}
-        for item in kept:
-            name = type(item).__name__
-            if name not in WARPERS | _ANY_VOCABULARY and len(fingerprints) > 1:
-                raise ConfigurationError(
-                    f"the logits processor {name} cannot be used with method {self.call.config.name!r} unless all "
-                    "members have the same tokenizer: it knows the primary's ids only, but every member proposes in its "
-                    "own."
-                )
+        names = (type(item).__name__ for item in kept if len(fingerprints) > 1)
+        knows_primary = "it knows the primary's ids only, but every member proposes in its own"
+        refuse(
+            (Obstacle(name not in _ACTING_ANYWHERE, f"the logits processor {name}", knows_primary) for name in names),
+            f"method {self.call.config.name!r} unless all members have the same tokenizer",
+        )
         return kept
 
     def sample(self, loop: Loop) -> Any:

@@ -141,21 +141,16 @@ class StockLoopHooks:
         if position_ids is not None and member.max_positions is not None:
             # Rows that have ended are padded on, and their positions would run out of the table.
             position_ids = position_ids.clamp_max(member.max_positions - 1)
+        cache = past_key_values if cache is None else cache
         given = {
             "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
-            member.cache_keyword: cache if cache is not None else past_key_values,
+            member.cache_keyword: cache,
             "use_cache": use_cache,
-            "logits_to_keep": logits_to_keep,
         }
-        optional = {"position_ids", "logits_to_keep", "attention_mask"}
-        kwargs.update(
-            (key, value)
-            for key, value in given.items()
-            if value is not None and (key not in optional or member.accepts(key))
-        )
+        optional = {"attention_mask": attention_mask, "position_ids": position_ids, "logits_to_keep": logits_to_keep}
+        given |= {key: value for key, value in optional.items() if member.accepts(key)}
+        kwargs |= {key: value for key, value in given.items() if value is not None}
         if member.accepts("output_router_logits"):
             kwargs["output_router_logits"] = False
         try:

@@ -8,7 +8,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteriaList
 
 from ..decoding.call import end_ids, keeps_rows
 from ..decoding.loop import Loop
-from ..decoding.refusals import refuse_all_but_greedy
+from ..decoding.refusals import Obstacle, refuse
 from ..decoding.row_processors import split_at_warpers, without_padding
 from ..decoding.token_decoder import TokenDecoder
 from ..errors import ConfigurationError
@@ -27,7 +27,13 @@ class TokenMode(Mode):
 
     def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
         """Refuse sampling and beams where the method's options allow neither."""
-        refuse_all_but_greedy(settings, self.call.config)
+        config, beams = self.call.config, settings.num_beams
+        why = f"{config.greedy_only}. Pass `do_sample=False` and `num_beams=1`"
+        asked = [
+            Obstacle(settings.do_sample, f"`do_sample={settings.do_sample}`", why),
+            Obstacle(beams not in (None, 1), f"`num_beams={beams}`", why),
+        ]
+        refuse(asked if config.greedy_only else (), f"these options of method {config.name!r}")
 
     def processors(
         self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
@@ -40,15 +46,10 @@ class TokenMode(Mode):
         constraints, warpers = split_at_warpers(stock)
         method = call.method(settings)
         is_wide = not is_beam_search and not constraints and method.is_wide
-        if call.num_decision_entries is not None:
+        entries = call.num_decision_entries
+        if entries is not None:
             self.recorder = DecisionRecorder(
-                call.members,
-                method.maps,
-                prompt_ids,
-                prompt_mask,
-                call.num_decision_entries,
-                is_wide,
-                method.reads_first_ids,
+                call.members, method.maps, prompt_ids, prompt_mask, entries, is_wide, method.reads_first_ids
             )
         self.decoder = TokenDecoder(
             call,
