@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Gen
 
 from .chat.tokenizer import ensemble_tokenizer
 from .config import EnsembleConfig, MethodConfig, check_positive_integer, method_config
-from .decoding.call import Call, take_prompt
-from .decoding.kept import Kept
+from .decoding.call import Call, Kept, take_prompt
 from .decoding.refusals import refuse_for_ensembles, refuse_without_output
 from .decoding.step_weights import StepWeights, WeightsLike
 from .errors import ConfigurationError
@@ -236,7 +235,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                 embeddings have been resized.
             MemberError: If a member fails, gives NaN, or every candidate was filtered out.
         """
-        arguments = {
+        arguments: dict[str, Any] = {
             "generation_config": generation_config,
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
@@ -261,11 +260,12 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                 refuse_without_output(settings)
                 check_positive_integer("num_decision_entries", num_decision_entries)
                 call.num_decision_entries = num_decision_entries
-            mode = mode_for_generate(call, settings, arguments, speculation)
+            call.settings, call.arguments = settings, arguments
+            mode = mode_for_generate(call, speculation)
             inputs = take_prompt(call, inputs, kwargs, member_prompts)
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
-            return self._generate_in(mode, settings, inputs, **arguments, **kwargs)
+            return self._generate_in(mode, inputs, **arguments, **kwargs)
         except BaseException:
             if streamer is not None:
                 # What failed is what shall be seen, also if the streamer (whose event loop may be closed) fails as well.

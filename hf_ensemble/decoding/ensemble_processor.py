@@ -9,8 +9,7 @@ from ..config import MethodConfig, method_config
 from ..errors import ConfigurationError
 from ..members.member import Member
 from ..messages import nothing_left, wrong_count
-from .call import Call
-from .kept import Kept
+from .call import Call, Kept
 from .step_weights import StepWeights, WeightsLike
 from .token_decoder import TokenDecoder
 

@@ -19,7 +19,7 @@ from transformers import (
 from typing_extensions import Self
 
 from .. import messages
-from ..config import EnsembleConfig, MemberConfig, MethodConfig, method_config
+from ..config import EnsembleConfig, MemberConfig, MethodConfig
 from ..errors import ConfigurationError, VocabularyError
 from ..members.member import Member
 from .adapters import add_adapter
@@ -63,16 +63,15 @@ class Loading:
         """
         if not models:
             raise ConfigurationError("an ensemble needs at least one member: got 0.")
-        if len(tokenizers) != len(models):
-            raise messages.wrong_count("tokenizers", len(tokenizers), len(models))
         items = member_configs
         if items is None:
             items = [MemberConfig(path=str(model.name_or_path) or None) for model in models]
-        if len(items) != len(models):
-            raise messages.wrong_count("member_configs", len(items), len(models))
+        for name, values in (("tokenizers", tokenizers), ("member_configs", items)):
+            if len(values) != len(models):
+                raise messages.wrong_count(name, len(values), len(models))
         config = EnsembleConfig(
             members=[_described(*trio) for trio in zip(models, tokenizers, items, strict=True)],
-            method=method_config(method),
+            method=method,
             weights=weights,
             primary_config=copy.deepcopy(models[0].config),
         )

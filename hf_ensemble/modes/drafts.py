@@ -1,9 +1,8 @@
 """Deciding with drafts: several tokens are drafted, and all members check them in one forward pass each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..decoding.loop import Loop
@@ -30,9 +29,9 @@ class DraftMode(Mode):
         self._plain = plain
         self._speculation = speculation
 
-    def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+    def refuse(self) -> None:
         """Refuse what the plain mode refuses."""
-        self._plain.refuse(settings, arguments)
+        self._plain.refuse()
 
     def for_processors(self, stock: Sequence[Any], num_rows: int) -> Mode:
         """Decode plainly where a processor has to see all rows at once."""
@@ -44,36 +43,33 @@ class DraftMode(Mode):
 
     def sample(self, loop: Loop) -> Any:
         """Decide round by round, and write what is decided id by id."""
-        call, settings, speculation = self.call, loop.settings, self._speculation
+        call, speculation = self.call, self._speculation
         members = call.members
-        method = call.method(settings)
+        method = call.method()
         num_parameters = [member.model.num_parameters() for member in members]
         participants = tuple(sorted(call.weights.participants))
         drafters = speculation.drafters(participants, num_parameters)
         kind = (call.config, call.is_by_primary, speculation.name, participants, len(loop.input_ids), method.device)
 
-        def new_draft_length() -> DraftLength:
-            running = sum(num_parameters[index] for index in participants)
-            return DraftLength(
-                shares={members[index].name: num_parameters[index] / running for index in drafters},
-                # The first three also capture graphs, of steps and of mixing.
-                num_trials=4 if any(members[index].is_captured for index in participants) else 1,
-            )
-
-        draft_length = call.kept.draft_lengths.pop(kind, None) or new_draft_length()
+        running = sum(num_parameters[index] for index in participants)
+        draft_length = call.kept.draft_lengths.pop(kind, None) or DraftLength(
+            shares={members[index].name: num_parameters[index] / running for index in drafters},
+            # The first three also capture graphs, of steps and of mixing.
+            num_trials=4 if any(members[index].is_captured for index in participants) else 1,
+        )
         self.decoder = SpeculativeDecoder(call, loop, method, drafters, speculation.uses_ngrams, draft_length)
         try:
             ids = loop.write(self.decoder.next_ids)
         finally:
             self.decoder.close()
         call.kept.keep_draft_length(kind, draft_length)
-        if not settings.return_dict_in_generate:
+        if not loop.settings.return_dict_in_generate:
             return ids
         return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
 
-    def fill(self, output: Any, settings: GenerationConfig) -> None:
+    def fill(self, output: Any) -> None:
         """Put in what came of the drafts too."""
-        super().fill(output, settings)
+        super().fill(output)
         output["speculation"] = self.decoder.stats
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:

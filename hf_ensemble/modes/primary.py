@@ -1,11 +1,11 @@
 """The primary alone: its own `generate` runs as it is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from ..decoding.call import end_ids
 from ..methods.base import MemberMaps, eos_ids_of
@@ -18,17 +18,15 @@ from .stock_loop import FollowingCriteriaList
 class PrimaryMode(Mode):
     """The primary has all the weight, and decides every token."""
 
-    def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+    def refuse(self) -> None:
         """Nothing: what the primary can do by itself it can do here."""
 
-    def processors(
-        self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
-    ) -> Sequence[Any]:
+    def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Leave them as they are, but for what records decisions."""
         call = self.call
         if call.num_decision_entries is None:
             return stock
-        ends = eos_ids_of(call.members[:1], end_ids(settings))[0]
+        ends = eos_ids_of(call.members[:1], end_ids(call.settings))[0]
         maps = MemberMaps(call.kept.union, 0, ends, prompt_ids.device)
         recorder = DecisionRecorder(call.members, [maps], prompt_ids, prompt_mask, call.num_decision_entries)
         self.recorder = recorder
@@ -41,7 +39,7 @@ class PrimaryMode(Mode):
 
         return [take, *stock]
 
-    def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:
+    def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
         """Let the recorder see what is written."""
         recorder = self.recorder
         if recorder is None:

@@ -1,10 +1,9 @@
 """Deciding span by span: members propose spans of words, score one another's, and the best is written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig
 
 from ..decoding.call import Call
 from ..decoding.loop import Loop
@@ -32,12 +31,13 @@ class SpanMode(Mode):
                 "one for each row or step."
             )
 
-    def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+    def refuse(self) -> None:
         """Refuse what needs a distribution over tokens, or another loop."""
         no_distribution = "a span has no distribution over tokens; see `rounds` of the output"
         outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         knows_primary = "it knows the primary's ids only, but every member proposes"
         rolled_back = "rejected spans are rolled back, which takes a dynamic cache"
+        settings, arguments = self.call.settings, self.call.arguments
         prefixes, cache = arguments["prefix_allowed_tokens_fn"], settings.cache_implementation
         refuse(
             [
@@ -51,9 +51,7 @@ class SpanMode(Mode):
             f"method {self.call.config.name!r}",
         )
 
-    def processors(
-        self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
-    ) -> Sequence[Any]:
+    def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Keep those that act on every member's proposals; refuse those that know the primary's ids only."""
         # How early a text may end is counted in the primary's ids: see `SpanDecoder`.
         kept = [item for item in stock if type(item).__name__ not in _EARLY_END_PROCESSORS]

@@ -68,7 +68,7 @@ class StockLoopHooks:
 
     # Of the mode
 
-    def _generate_in(self, mode: Mode, settings: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+    def _generate_in(self, mode: Mode, *args: Any, **kwargs: Any) -> Any:
         """Run the stock `generate` with a mode, which puts into an output object what it knows."""
         token = _mode.set(mode)
         try:
@@ -77,27 +77,28 @@ class StockLoopHooks:
         finally:
             _mode.reset(token)
         if last is not None and not isinstance(output, Tensor):
-            last.fill(output, settings)
+            last.fill(output)
         return output
 
     def _get_logits_processor(self, generation_config: Any, **kwargs: Any) -> LogitsProcessorList:
         mode = _mode.get()
+        stock: LogitsProcessorList = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         if mode is None:
-            return super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc,no-any-return]
+            return stock
+        mode.call.settings = generation_config
         prompt_ids = kwargs["encoder_input_ids"]
         copies = max(generation_config.num_beams, generation_config.num_return_sequences)
         mode.call.weights.expand(len(prompt_ids), copies)
-        stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         mode = mode.for_processors(stock, len(prompt_ids) * copies)
         _mode.set(mode)
         mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
         rows = prompt_ids.repeat_interleave(copies, dim=0)
-        return LogitsProcessorList(mode.processors(stock, generation_config, rows, mask))
+        return LogitsProcessorList(mode.processors(stock, rows, mask))
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:
         mode = _mode.get()
         criteria: StoppingCriteriaList = super()._get_stopping_criteria(**kwargs)  # type: ignore[misc]
-        return criteria if mode is None else mode.criteria(criteria, kwargs["generation_config"])
+        return criteria if mode is None else mode.criteria(criteria)
 
     def _sample(
         self,

@@ -1,10 +1,10 @@
 """Deciding token by token: the stock loop, in which the primary's scores become the ensemble's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteriaList
+from transformers import LogitsProcessor, StoppingCriteriaList
 
 from ..decoding.call import end_ids, keeps_rows
 from ..decoding.loop import Loop
@@ -25,9 +25,10 @@ class TokenMode(Mode):
 
     decoder: TokenDecoder
 
-    def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+    def refuse(self) -> None:
         """Refuse sampling and beams where the method's options allow neither."""
-        config, beams = self.call.config, settings.num_beams
+        config, settings = self.call.config, self.call.settings
+        beams = settings.num_beams
         why = f"{config.greedy_only}. Pass `do_sample=False` and `num_beams=1`"
         asked = [
             Obstacle(settings.do_sample, f"`do_sample={settings.do_sample}`", why),
@@ -35,16 +36,14 @@ class TokenMode(Mode):
         ]
         refuse(asked if config.greedy_only else (), f"these options of method {config.name!r}")
 
-    def processors(
-        self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
-    ) -> Sequence[Any]:
+    def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Put the fusion first, and the decision over the union vocabulary last."""
-        call = self.call
+        call, settings = self.call, self.call.settings
         if call.config.draws_one:
             _refuse_all_but_plain_sampling(settings, stock)
         is_beam_search = settings.num_beams > 1
         constraints, warpers = split_at_warpers(stock)
-        method = call.method(settings)
+        method = call.method()
         is_wide = not is_beam_search and not constraints and method.is_wide
         entries = call.num_decision_entries
         if entries is not None:
@@ -59,7 +58,7 @@ class TokenMode(Mode):
             end_ids(settings),
             is_wide=is_wide,
             constraints=constraints,
-            runs_primary=self._primary_can_wait(settings, method),
+            runs_primary=self._primary_can_wait(method),
             keep_rows=keeps_rows(settings),
             recorder=self.recorder,
             max_new_tokens=settings.max_length - prompt_ids.shape[1],
@@ -81,11 +80,9 @@ class TokenMode(Mode):
             lambda _, scores: decoder.select(scores, settings.do_sample),
         ]
 
-    def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:
+    def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
         """Let the decoder follow what is written, unless rows move, as beams do."""
-        if settings.num_beams is not None and settings.num_beams > 1:
-            return stock
-        return FollowingCriteriaList(stock, self.decoder.receive)
+        return stock if self.call.settings.num_beams > 1 else FollowingCriteriaList(stock, self.decoder.receive)
 
     def sample(self, loop: Loop) -> Any:
         """Run the stock loop; the primary's own passes are left out where its state runs it."""
@@ -101,9 +98,9 @@ class TokenMode(Mode):
         method = call.kept.method(call.config, end_ids)
         return TokenBatch(call.members, method, call.config, batch).score()
 
-    def _primary_can_wait(self, settings: Any, method: TokenMethod) -> bool:
+    def _primary_can_wait(self, method: TokenMethod) -> bool:
         """Whether the primary need not run in the decoding loop: not every step needs it, or its steps are captured."""
-        call = self.call
+        call, settings = self.call, self.call.settings
         gate = call.config.gate_rule
         needs_it = gate[0] == 0 if gate else 0 in call.weights.participants and not call.config.draws_one
         needs_it |= method.starts_from_primary
