@@ -91,9 +91,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
     def _start(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> TokenDecoder:
         for member in self._members:
             member.check_size()
-        mask = None
-        if self._pad is not None:
-            mask = (input_ids != self._pad).long().cummax(-1).values
+        mask = None if self._pad is None else (input_ids != self._pad).long().cummax(-1).values
         eos_ids = self._members[0].eos_token_ids
         method = self._kept.method(self._config, eos_ids, scores.device)
         weights = self._step_weights()

@@ -1,5 +1,6 @@
 """What is to be saved or uploaded: everything is checked here, before anything is written."""
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -38,11 +39,6 @@ class SavePlan:
     config: EnsembleConfig
     bundled: dict[str, Member] = field(default_factory=dict)
 
-    @property
-    def tags(self) -> list[str]:
-        """The ensemble's own tags for the README."""
-        return list(self.ensemble.model_tags or ())
-
 
 def plan_save(ensemble: Any, include_members: bool, folder: Path) -> SavePlan:
     """Check that an ensemble can be saved to a folder.
@@ -75,10 +71,9 @@ def plan_save(ensemble: Any, include_members: bool, folder: Path) -> SavePlan:
 
 def _check_folder(folder: Path, plan: SavePlan) -> None:
     """Refuse to write over what is no saved ensemble."""
-    try:
+    config = None
+    with contextlib.suppress(OSError, ValueError):
         config = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        config = None
     if isinstance(config, dict) and config.get("model_type") == EnsembleConfig.model_type:
         return
     there = ["config.json"] if isinstance(config, dict) else []
@@ -120,27 +115,22 @@ def plan_push(ensemble: Any, include_members: bool, api: HfApi) -> SavePlan:
 
 
 def _plan_references(ensemble: Any, reference: Callable[[MemberConfig, Member], MemberConfig]) -> SavePlan:
-    """Every member as it is to be found again, where that is the member."""
+    """Every member as it is to be found again, if what its configuration names is the member."""
     items = []
     for item, member in zip(ensemble.config.members, ensemble.member_views, strict=True):
-        _check_reference(item, member)
+        if not item.path:
+            raise ConfigurationError(
+                f"member {member.name!r} was given as an object without an id or path, so there is nothing to save a "
+                "reference to. Pass `include_members=True`, or save it by itself first and load the ensemble from there."
+            )
+        adapters = active_adapters(member.model)
+        if len(adapters) > (item.adapter is not None):
+            raise ConfigurationError(
+                f"member {member.name!r} carries adapters ({', '.join(adapters)}) that its reference {item.path!r} does not "
+                "name, so they would be lost. Pass `include_members=True`, or name the one: `MemberConfig(adapter=...)`."
+            )
         items.append(reference(item, member))
     return SavePlan(ensemble, _checked_config(ensemble, items))
-
-
-def _check_reference(item: MemberConfig, member: Member) -> None:
-    """Check that what a member's configuration names is the member."""
-    if not item.path:
-        raise ConfigurationError(
-            f"member {member.name!r} was given as an object without an id or path, so there is nothing to save a "
-            "reference to. Pass `include_members=True`, or save it by itself first and load the ensemble from there."
-        )
-    adapters = active_adapters(member.model)
-    if len(adapters) > (item.adapter is not None):
-        raise ConfigurationError(
-            f"member {member.name!r} carries adapters ({', '.join(adapters)}) that its reference {item.path!r} does not "
-            "name, so they would be lost. Pass `include_members=True`, or name the one: `MemberConfig(adapter=...)`."
-        )
 
 
 def _plan_bundle(ensemble: Any) -> SavePlan:

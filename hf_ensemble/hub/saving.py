@@ -44,6 +44,8 @@ class PushOptions:
 class Saving:
     """How an ensemble is written to a folder and uploaded to the Hub. Mixed into the ensemble's class."""
 
+    model_tags: list[str] | None
+
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
@@ -100,7 +102,7 @@ class Saving:
         options = PushOptions(**given)
         plan = plan_save(self, include_members, folder)
         pushed = plan_push(self, include_members, options.connect()) if push_to_hub else None
-        card = model_card(plan, folder.name, plan.tags, api=None)
+        card = model_card(plan, folder.name, self.model_tags or (), api=None)
         write_in_place(folder, lambda new: write_files(plan, new, max_shard_size, card))
         if pushed is not None:
             push_plan(pushed, repo_id, max_shard_size, options)
@@ -159,7 +161,8 @@ def push_plan(plan: SavePlan, repo_id: str, max_shard_size: int | str, options: 
         options: The token, the branch, what the commit says, and the like.
     """
     api, revision = options.connect(), options.revision
-    tags = [*plan.tags, *([options.tags] if isinstance(options.tags, str) else options.tags or ())]
+    own_tags = plan.ensemble.model_tags or ()
+    tags = [*own_tags, *([options.tags] if isinstance(options.tags, str) else options.tags or ())]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_files(plan, folder, max_shard_size, card=None)

@@ -40,7 +40,14 @@ def write_files(plan: SavePlan, folder: Path, max_shard_size: int | str, card: s
         (folder / "README.md").write_text(card, "utf-8")
     plan.config.save_pretrained(folder)
     for file in folder.rglob("*config.json"):
-        _rewrite(file)
+        # Again, without what is of one machine.
+        values = json.loads(file.read_text("utf-8"))
+        kept = _without_private(values)
+        if "members" in values:
+            # These are checked: paths in them are to be found again.
+            kept["members"] = values["members"]
+        if kept != values:
+            file.write_text(json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _write_member(member: Member, folder: Path, max_shard_size: int | str) -> None:
@@ -59,17 +66,6 @@ def _write_member(member: Member, folder: Path, max_shard_size: int | str) -> No
     model.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
     write_adapter(base, folder / ADAPTER_FOLDER)
     member.tokenizer.save_pretrained(folder)
-
-
-def _rewrite(file: Path) -> None:
-    """Write a JSON file again without what is of one machine."""
-    values = json.loads(file.read_text("utf-8"))
-    kept = _without_private(values)
-    if "members" in values:
-        # These are checked: paths in them are to be found again.
-        kept["members"] = values["members"]
-    if kept != values:
-        file.write_text(json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _without_private(value: Any) -> Any:
