@@ -17,7 +17,6 @@ from .base import Mode
 WAITS = "primary_waits"
 """Marks the forward passes of the decoding loop in which the primary does not run; its own state does, if needed."""
 
-
 _mode: ContextVar[Mode | None] = ContextVar("mode", default=None)
 """The mode of the call of `generate` that runs here; another may take over once the processors are known."""
 
