@@ -1,10 +1,9 @@
 """Saving an ensemble to a folder, and uploading it to the Hub, with references to its members or with the members."""
 
-import dataclasses
+import inspect
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +13,9 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from ..errors import ConfigurationError
 from .in_place import MAY_BE_STALE, write_in_place
 from .model_card import model_card
-from .planning import SavePlan, plan_push, plan_save
+from .planning import plan_push, plan_save
 from .references import check_token
 from .writing import write_files
-
-
-@dataclass(frozen=True)
-class PushOptions:
-    """Options of `push_to_hub`."""
-
-    commit_message: str | None = None
-    commit_description: str | None = None
-    private: bool | None = None
-    token: bool | str | None = None
-    revision: str | None = None
-    create_pr: bool = False
-    tags: str | Sequence[str] | None = None
-
-    def connect(self) -> HfApi:
-        """The Hub, with the token.
-
-        Raises:
-            ConfigurationError: If the token cannot be sent.
-        """
-        check_token(self.token)
-        return HfApi(token=self.token, library_name="hf_ensemble")
 
 
 class Saving:
@@ -88,7 +65,7 @@ class Saving:
             return
         # Stock wrappers hand on a token that nobody gave.
         given = {key: value for key, value in push_options.items() if key != "token" or value is not None}
-        known = {"repo_id", *(option.name for option in dataclasses.fields(PushOptions))}
+        known = set(inspect.signature(self.push_to_hub).parameters)
         if given and not (push_to_hub and known.issuperset(given)):
             raise ConfigurationError(
                 f"`save_pretrained` of an ensemble has no option {min(set(given) - known)!r}."
@@ -99,13 +76,14 @@ class Saving:
         if folder.is_file():
             raise ConfigurationError(f"{str(folder)!r} is a file; an ensemble is saved to a folder.")
         repo_id = given.pop("repo_id", folder.name)
-        options = PushOptions(**given)
         plan = plan_save(self, include_members, folder)
-        pushed = plan_push(self, include_members, options.connect()) if push_to_hub else None
+        if push_to_hub:
+            # What could not be uploaded is not written either.
+            plan_push(self, include_members, _connect(given.get("token")))
         card = model_card(plan, folder.name, self.model_tags or (), api=None)
         write_in_place(folder, lambda new: write_files(plan, new, max_shard_size, card))
-        if pushed is not None:
-            push_plan(pushed, repo_id, max_shard_size, options)
+        if push_to_hub:
+            self.push_to_hub(repo_id, include_members=include_members, max_shard_size=max_shard_size, **given)
 
     def push_to_hub(
         self,
@@ -146,45 +124,36 @@ class Saving:
                 before anything is uploaded. Otherwise as `save_pretrained`.
             huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
         """
-        options = PushOptions(commit_message, commit_description, private, token, revision, create_pr, tags)
-        plan = plan_push(self, include_members, options.connect())
-        return push_plan(plan, repo_id, max_shard_size, options)
+        api = _connect(token)
+        plan = plan_push(self, include_members, api)
+        all_tags = [*(self.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())]
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            write_files(plan, folder, max_shard_size, card=None)
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            if revision is not None and not revision.startswith("refs/pr"):
+                _make_branch(api, repo_id, revision, create_pr)
+            readme = _remote_card(api, repo_id, revision, all_tags) or model_card(plan, repo_id, all_tags, api)
+            (folder / "README.md").write_text(readme, "utf-8")
+            files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+            bundled = tuple(f"{place}/" for place in plan.bundled)
+            there = set(api.list_repo_files(repo_id, revision=revision)).difference(files)
+            stale = sorted(file for file in there if file in MAY_BE_STALE or file.startswith(bundled))
+            deleted = [CommitOperationDelete(path_in_repo=file) for file in stale]
+            added = [CommitOperationAdd(path_in_repo=file, path_or_fileobj=str(folder / file)) for file in files]
+            return api.create_commit(
+                repo_id,
+                [*deleted, *added],
+                commit_message=commit_message or "Upload ensemble",
+                commit_description=commit_description,
+                revision=revision,
+                create_pr=create_pr,
+            )
 
 
-def push_plan(plan: SavePlan, repo_id: str, max_shard_size: int | str, options: PushOptions) -> CommitInfo:
-    """Upload what was planned, in one commit. A README that is there stays, with the tags added.
-
-    Args:
-        plan: What to upload.
-        repo_id: Repository, made if there is none.
-        max_shard_size: Most bytes of a file of a bundled member, or a size like `"5GB"`.
-        options: The token, the branch, what the commit says, and the like.
-    """
-    api, revision = options.connect(), options.revision
-    own_tags = plan.ensemble.model_tags or ()
-    tags = [*own_tags, *([options.tags] if isinstance(options.tags, str) else options.tags or ())]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_files(plan, folder, max_shard_size, card=None)
-        repo_id = api.create_repo(repo_id, private=options.private, exist_ok=True).repo_id
-        if revision is not None and not revision.startswith("refs/pr"):
-            _make_branch(api, repo_id, revision, options.create_pr)
-        readme = _remote_card(api, repo_id, revision, tags) or model_card(plan, repo_id, tags, api)
-        (folder / "README.md").write_text(readme, "utf-8")
-        files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-        bundled = tuple(f"{place}/" for place in plan.bundled)
-        there = set(api.list_repo_files(repo_id, revision=revision)).difference(files)
-        stale = sorted(file for file in there if file in MAY_BE_STALE or file.startswith(bundled))
-        deleted = [CommitOperationDelete(path_in_repo=file) for file in stale]
-        added = [CommitOperationAdd(path_in_repo=file, path_or_fileobj=str(folder / file)) for file in files]
-        return api.create_commit(
-            repo_id,
-            [*deleted, *added],
-            commit_message=options.commit_message or "Upload ensemble",
-            commit_description=options.commit_description,
-            revision=revision,
-            create_pr=options.create_pr,
-        )
+def _connect(token: bool | str | None) -> HfApi:
+    check_token(token)
+    return HfApi(token=token, library_name="hf_ensemble")
 
 
 def _make_branch(api: HfApi, repo_id: str, revision: str, create_pr: bool) -> None:
