@@ -112,7 +112,8 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
             "`save_pretrained`."
         )
     if config is None:
-        inside = "".join(f", {key} {value!r}" for key, value in source_options(item).items())
+        asked = {"revision": item.revision, "subfolder": item.subfolder, "gguf_file": item.gguf_file}
+        inside = "".join(f", {key} {value!r}" for key, value in asked.items() if value is not None)
         no_folder = "" if local.is_dir() else f" (There is no folder {place.path!r} here either.)"
         raise ConfigurationError(f"member {name!r}{inside} cannot be loaded: {problem}{no_folder}") from problem
     _check_kind(name, config)
