@@ -1,8 +1,8 @@
 """What is said in more than one place: every such message is worded here, once."""
 
 import sys
+import traceback
 import warnings
-from types import FrameType
 
 import torch
 
@@ -14,13 +14,11 @@ _BETWEEN = {"hf_ensemble", "torch", "transformers", "functools", "contextlib"}
 
 def warn(message: str) -> None:
     """Warn at the user's line: the one that called this package, maybe through the libraries that it is used with."""
-    frames = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        frames.append((frame, str(frame.f_globals.get("__name__")).partition(".")[0]))
-        frame = frame.f_back
-    entry = max(n for n, (_, package) in enumerate(frames) if package == __package__)
-    user = next((frame for frame, package in frames[entry:] if package not in _BETWEEN), frames[-1][0])
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
+    entry = max(n for n, package in enumerate(packages) if package == __package__)
+    outer = zip(frames[entry:], packages[entry:], strict=True)
+    user = next((frame for frame, package in outer if package not in _BETWEEN), frames[-1])
     registry = user.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(
         message, UserWarning, user.f_code.co_filename, user.f_lineno, user.f_globals.get("__name__"), registry

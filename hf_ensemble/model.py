@@ -3,49 +3,30 @@
 import contextlib
 import copy
 import dataclasses
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .chat.tokenizer import ensemble_tokenizer
-from .config import (
-    EnsembleConfig,
-    MemberConfig,
-    MethodConfig,
-    check_positive_integer,
-    method_config,
-)
-from .decoding.call import Call, take_prompt
-from .decoding.kept import Kept
+from .config import EnsembleConfig, MethodConfig, check_positive_integer, method_config
+from .decoding.call import Call, Kept, take_prompt
 from .decoding.refusals import refuse_for_ensembles, refuse_without_output
 from .decoding.step_weights import StepWeights, WeightsLike
 from .errors import ConfigurationError
-from .hub.loading import load_parts, make_members
-from .hub.saving import PushOptions, plan_push, push_plan, save_ensemble
-from .hub.writing import EnsembleParts
+from .hub.loading import Loading
+from .hub.saving import Saving
 from .member_comparison import CompatibilityReport, compare_members
 from .members.member import Member
 from .modes import mode_for_generate, mode_of
-from .modes.stock_loop import CallCriteria, CallProcessors, Running, StockLoopHooks, carrying
+from .modes.stock_loop import StockLoopHooks
 from .scoring.likelihoods import Likelihoods, score_pairs
 from .scoring.pairs import read_pairs
-from .vocabulary.union import UnionVocabulary
 
 
-class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # type: ignore[misc, override]
+class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, GenerationMixin):  # type: ignore[misc, override]
     """An ensemble of causal language models that decodes as one model.
 
     The first member is the primary: its tokenizer reads and writes the ids that users see, `forward` is its forward,
@@ -73,187 +54,25 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
                 "an ensemble holds loaded models, so it cannot be made from a configuration alone. Use "
                 "`from_pretrained([...])` or `from_members(...)`."
             )
+        config._attn_implementation = members[0].model.config._attn_implementation
         super().__init__(config)
         self.members = nn.ModuleList([member.model for member in members])
         self._members = list(members)
-        primary: Any = members[0].model
-        if getattr(primary, "generation_config", None) is not None:
-            self.generation_config = copy.deepcopy(primary.generation_config)
+        primary, item = members[0], config.members[0]
+        model: Any = primary.model
+        if getattr(model, "generation_config", None) is not None:
+            self.generation_config = copy.deepcopy(model.generation_config)
         # The primary's ends of texts by the same rule as everybody's, added ones included.
-        self.generation_config.eos_token_id = list(members[0].eos_token_ids) or None
-        if hasattr(primary, "hf_device_map"):
-            self.hf_device_map = dict(primary.hf_device_map)
+        self.generation_config.eos_token_id = list(primary.eos_token_ids) or None
+        if hasattr(model, "hf_device_map"):
+            self.hf_device_map = dict(model.hf_device_map)
         self.tokenizers = [member.tokenizer for member in members]
+        control = primary.encoder.token_bytes.control
         self.tokenizer = ensemble_tokenizer(
-            members[0].tokenizer,
-            members[0].encoder.token_bytes.control,
-            members[0].name,
-            config.members[0].chat_template,
-            config.members[0].system_prompt,
+            primary.tokenizer, control, primary.name, item.chat_template, item.system_prompt
         )
-        self.union_vocabulary = UnionVocabulary([member.encoder for member in members])
-        self._kept = Kept(self._members, self.union_vocabulary)
-
-    # Making, saving and loading
-
-    @classmethod
-    def from_members(
-        cls,
-        models: Sequence[PreTrainedModel],
-        tokenizers: Sequence[PreTrainedTokenizerBase],
-        method: str | MethodConfig = "unite",
-        weights: Sequence[float] | None = None,
-        member_configs: Sequence[MemberConfig] | None = None,
-    ) -> "EnsembleForCausalLM":
-        """Make an ensemble of loaded models and tokenizers. None of them is changed.
-
-        Args:
-            models: Causal language models; the first is the primary.
-            tokenizers: Their fast tokenizers.
-            method: Name or configuration of the method.
-            weights: Mixing weights, one per member. Default: the same for all.
-            member_configs: Where each member comes from, its name, and ids that end its texts. Default: each model's
-                own `name_or_path`.
-
-        Raises:
-            ConfigurationError: If the lists do not match, or a model is no decoder-only causal language model.
-            VocabularyError: If a tokenizer cannot be understood.
-        """
-        return cls(*make_members(models, tokenizers, method, weights, member_configs))
-
-    @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls,
-        pretrained_model_name_or_path: Any,
-        *model_args: Any,
-        config: PreTrainedConfig | None = None,
-        method: str | MethodConfig | None = None,
-        weights: Sequence[float] | None = None,
-        dtype: Any = "auto",
-        device_map: Any = None,
-        tokenizers: Sequence[Any] | None = None,
-        **kwargs: Any,
-    ) -> "EnsembleForCausalLM":
-        """Load an ensemble from its members, or as it was saved.
-
-        Args:
-            pretrained_model_name_or_path: A list of members (Hub ids, paths or `MemberConfig`s), the primary first; or
-                the id or path of a saved ensemble. The id or path of a single model makes an ensemble of one.
-            *model_args: Refused.
-            config: Configuration of a saved ensemble, where it is loaded already.
-            method: Name or configuration of the method. Default: as saved, else `"unite"`.
-            weights: Mixing weights, one per member. Default: as saved, else the same for all.
-            dtype: One dtype for all members, or a list with one per member. Default: as saved, else as each
-                checkpoint says.
-            device_map: Where the weights go, as in `transformers`: one value for all members, or a list.
-            tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
-            **kwargs: `revision` and `subfolder` of the ensemble; everything else (`token`, `cache_dir`, `max_memory` for
-                all members together, `attn_implementation`, …) is passed on to every member's loading.
-
-        Raises:
-            ConfigurationError: If a member cannot be found or is no causal language model; before any weight is read.
-            VocabularyError: If a tokenizer is missing or cannot be understood.
-        """
-        if model_args:
-            raise ConfigurationError(f"an ensemble takes no positional model arguments, but got {len(model_args)}.")
-        made, members, generation_config = load_parts(
-            pretrained_model_name_or_path, config, method, weights, dtype, device_map, tokenizers, kwargs
-        )
-        ensemble = cls(made, members)
-        if generation_config is not None:
-            ensemble.generation_config = generation_config
-        return ensemble
-
-    def save_pretrained(  # type: ignore[override]
-        self,
-        save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
-        state_dict: None = None,
-        push_to_hub: bool = False,
-        max_shard_size: int | str = "50GB",
-        *,
-        include_members: bool = False,
-        safe_serialization: bool = True,
-        **push_options: Any,
-    ) -> None:
-        """Save the ensemble's configuration, generation configuration, the primary's tokenizer and a README.
-
-        Members are saved as references (Hub ids, or paths relative to the folder) or, with `include_members`, as they
-        are now. A save that fails leaves an older one in the folder as it was.
-
-        Args:
-            save_directory: Folder to write to.
-            is_main_process: Whether this process writes.
-            state_dict: Refused: members have weights of their own.
-            push_to_hub: Whether to upload the ensemble too.
-            max_shard_size: Most bytes of a file of an included member, or a size like `"5GB"`.
-            include_members: Whether to write every distinct member too, with its tokenizer, into a folder in
-                `members/`.
-            safe_serialization: Weights are always safetensors; False is refused.
-            **push_options: Options of `push_to_hub`, `repo_id` (default: the folder's name) among them.
-
-        Raises:
-            ConfigurationError: If a member was given as an object that came from nowhere and is not included, cannot be
-                written or would be overwritten; if a generation configuration cannot be saved; or if an option is
-                unknown. Nothing is written then.
-        """
-        if state_dict is not None or not safe_serialization:
-            raise ConfigurationError(
-                "an ensemble takes neither `state_dict` nor `safe_serialization=False`: with `include_members=True` its "
-                "members are written with their own weights, as safetensors."
-            )
-        # Stock wrappers hand on a token that nobody gave.
-        given = {key: value for key, value in push_options.items() if key != "token" or value is not None}
-        if is_main_process:
-            save_ensemble(self._parts(), save_directory, include_members, max_shard_size, push_to_hub, given)
-
-    def push_to_hub(  # type: ignore[override]
-        self,
-        repo_id: str,
-        *,
-        include_members: bool = False,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: bool | str | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        max_shard_size: int | str = "50GB",
-        tags: str | Sequence[str] | None = None,
-    ) -> CommitInfo:
-        """Upload the ensemble to the Hub in one commit: what `save_pretrained` writes, with a README.
-
-        Members are named by their Hub ids and the commits that were loaded, or uploaded too. Nothing that belongs to
-        this machine is uploaded. A README that is in the repository already stays.
-
-        Args:
-            repo_id: Repository, made if there is none.
-            include_members: Whether to upload the members too. Needed for those that are no Hub ids.
-            commit_message: First line of the commit.
-            commit_description: Description of the commit.
-            private: Whether a new repository is private.
-            token: Token of the Hub. Default: that of `hf auth login`.
-            revision: Branch to upload to, made if there is none.
-            create_pr: Whether to propose the commit as a pull request.
-            max_shard_size: Most bytes of a file of an included member, or a size like `"5GB"`.
-            tags: More tags for the README.
-
-        Returns:
-            The commit.
-
-        Raises:
-            ConfigurationError: If a member lies on this machine and is not included, or its commit cannot be found;
-                before anything is uploaded. Otherwise as `save_pretrained`.
-            huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
-        """
-        options = PushOptions(commit_message, commit_description, private, token, revision, create_pr, tags)
-        plan = plan_push(self._parts(), include_members, options.connect())
-        return push_plan(plan, repo_id, max_shard_size, options)
-
-    def _parts(self) -> EnsembleParts:
-        config: Any = self.config
-        name, tags = type(self).__name__, self.model_tags or ()
-        return EnsembleParts(config, self.generation_config, self._members, self.tokenizer, name, tags)
+        self._kept = Kept(self._members)
+        self.union_vocabulary = self._kept.union
 
     def compatibility(
         self,
@@ -310,7 +129,6 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
             )
         view, item = self._members[index], dataclasses.replace(self.config.members[index])
         config = EnsembleConfig(members=[item], method="gac", primary_config=copy.deepcopy(view.model.config))
-        config._attn_implementation = view.model.config._attn_implementation
         return type(self)(config, [view])
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
@@ -417,43 +235,43 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
                 embeddings have been resized.
             MemberError: If a member fails, gives NaN, or every candidate was filtered out.
         """
-        arguments = {"prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "synced_gpus": synced_gpus}
-        with _ended_on_failure(streamer):
+        arguments: dict[str, Any] = {
+            "generation_config": generation_config,
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+            "synced_gpus": synced_gpus,
+            "streamer": streamer,
+        }
+        refused = {
+            "assistant_model": assistant_model,
+            "negative_prompt_ids": negative_prompt_ids,
+            "negative_prompt_attention_mask": negative_prompt_attention_mask,
+            "custom_generate": custom_generate,
+        }
+        try:
             call = self._call(method, weights)
             call.has_cache = any(kwargs.get(key) is not None for key in ("past_key_values", "cache"))
             settings = self._prepare_generation_config(  # type: ignore[misc]
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
             )[0]
-            refuse_for_ensembles(
-                settings,
-                kwargs,
-                {
-                    "assistant_model": assistant_model,
-                    "negative_prompt_ids": negative_prompt_ids,
-                    "negative_prompt_attention_mask": negative_prompt_attention_mask,
-                    "custom_generate": custom_generate,
-                    "inputs_embeds": kwargs.get("inputs_embeds"),
-                    "labels": kwargs.get("labels"),
-                },
-            )
+            refuse_for_ensembles(settings, {**refused, **kwargs})
             if output_decisions:
                 refuse_without_output(settings)
                 check_positive_integer("num_decision_entries", num_decision_entries)
                 call.num_decision_entries = num_decision_entries
-            running = Running(mode_for_generate(call, settings, arguments, speculation))
+            call.settings, call.arguments = settings, arguments
+            mode = mode_for_generate(call, speculation)
             inputs = take_prompt(call, inputs, kwargs, member_prompts)
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
-            output = super().generate(
-                inputs,
-                generation_config=generation_config,
-                logits_processor=carrying(CallProcessors, logits_processor, running),
-                stopping_criteria=carrying(CallCriteria, stopping_criteria, running),
-                streamer=streamer,
-                **arguments,
-                **kwargs,
-            )
-            return running.filled(output, settings)
+            return self._generate_in(mode, inputs, **arguments, **kwargs)
+        except BaseException:
+            if streamer is not None:
+                # What failed is what shall be seen, also if the streamer (whose event loop may be closed) fails as well.
+                with contextlib.suppress(Exception):
+                    streamer.end()
+            raise
 
     @torch.no_grad()
     def score(
@@ -497,19 +315,6 @@ class EnsembleForCausalLM(StockLoopHooks, PreTrainedModel, GenerationMixin):  # 
         given = self.config.weights if weights is None else weights
         step_weights = StepWeights(given, len(self._members), config.takes_weights_as_given)
         return Call(self._kept, config, step_weights)
-
-
-@contextlib.contextmanager
-def _ended_on_failure(streamer: Any) -> Iterator[None]:
-    """End a streamer also when generation fails, so that its readers never hang."""
-    try:
-        yield
-    except BaseException:
-        if streamer is not None:
-            # What failed is what shall be seen, also if the streamer (whose event loop may be closed) fails as well.
-            with contextlib.suppress(Exception):
-                streamer.end()
-        raise
 
 
 AutoConfig.register(EnsembleConfig.model_type, EnsembleConfig)

@@ -6,6 +6,7 @@ one ensemble, loaded already; endpoints and formats are its own.
 
 import asyncio
 import inspect
+import itertools
 import socket
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -65,26 +66,6 @@ class _OneEnsemble(ModelManager):
         """Keep the model: it is the caller's."""
 
 
-class _Streamer:
-    """Passes tokens on to a stock streamer, says when the first is there, and ends it only if nothing failed.
-
-    `generate` ends a streamer whatever happens, and to the stock server an end is a success.
-    """
-
-    def __init__(self, stock: Any, start: "Future[None]"):
-        self.stock, self.start = stock, start
-        self.num_puts = 0
-
-    def put(self, value: Any) -> None:
-        self.stock.put(value)
-        self.num_puts += 1
-        if self.num_puts == 2:  # the first is the prompt
-            self.start.set_result(None)
-
-    def end(self) -> None:
-        pass
-
-
 class _OneManager(GenerateManager):
     """The stock manager, whose streams tell errors before they begin from errors within."""
 
@@ -95,8 +76,17 @@ class _OneManager(GenerateManager):
         _start.set(start)
 
         def generate(streamer: Any, **options: Any) -> None:
+            numbers = itertools.count()
+
+            def put(value: Any) -> None:
+                streamer.put(value)
+                if next(numbers) == 1:  # 0 is the prompt
+                    start.set_result(None)
+
+            # `generate` ends a streamer whatever happens, and to the stock server an end is a success.
+            passing_on = SimpleNamespace(put=put, end=lambda: None)
             try:
-                model.generate(streamer=_Streamer(streamer, start), **options)
+                model.generate(streamer=passing_on, **options)
             except _GenerationCancelled:
                 raise
             except Exception as error:
@@ -224,11 +214,8 @@ def serve(
     """
     if not 0 <= port < 2**16:
         raise ConfigurationError(f"`port` has to be from 0 to {2**16 - 1}, but is {port}.")
-    config = uvicorn.Config(
-        build_app(ensemble, name, enable_cors=enable_cors),
-        log_level=log_level,
-        timeout_graceful_shutdown=3,
-    )
+    app = build_app(ensemble, name, enable_cors=enable_cors)
+    config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=3)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.create_server(address[:2], family=family)

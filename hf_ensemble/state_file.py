@@ -62,6 +62,8 @@ class StateFile:
             return []
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
+        article = "an" if self.work[0] in "aeiou" else "a"
+        foreign = f"`state_file` {self.path} is no file of {article} {self.work}"
         parts: list[_Part] = []
         for n, line in enumerate(whole.splitlines(), start=1):
             try:
@@ -71,8 +73,7 @@ class StateFile:
                     parts.append(parse(part))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigurationError(
-                    f"`state_file` {self.path} is no file of {_a(self.work)}: line {n} cannot be read ({error!r}). Name "
-                    "another file."
+                    f"{foreign}: line {n} cannot be read ({error!r}). Name another file."
                 ) from error
             if key != self.key:
                 differing = [name for name in self.key if key.get(name) != self.key[name]]
@@ -82,7 +83,7 @@ class StateFile:
                 )
         if len(whole) < len(data):
             if not whole and not data.startswith(b'{"%s":' % self.work.encode()):
-                raise ConfigurationError(f"`state_file` {self.path} is no file of {_a(self.work)}. Name another file.")
+                raise ConfigurationError(f"{foreign}. Name another file.")
             os.truncate(self.path, len(whole))
         return parts
 
@@ -93,10 +94,6 @@ class StateFile:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
-
-
-def _a(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def hash_of(value: Any) -> str:

@@ -1,18 +1,74 @@
-"""One call of `generate` or `score`: what it works with."""
+"""What one call of `generate` or `score` works with, and what an ensemble keeps from call to call."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..config import MethodConfig
 from ..members.member import Member
 from ..methods.base import TokenMethod, eos_ids_of
 from ..methods.primary_alone import PrimaryAlone
-from .kept import Kept
+from ..vocabulary.union import UnionVocabulary
 from .prompts import OwnPrompts, encode_primary_prompt, prepare_prompt
 from .step_weights import StepWeights
+
+_MAX_METHODS = 8
+"""Methods kept ready, each with its index maps on the device; a call with other options or EOS ids makes another."""
+
+_MAX_DRAFT_LENGTHS = 64
+"""Kinds of calls of which it is kept how fast their drafts are checked and how many are accepted."""
+
+
+class Kept:
+    """Methods and draft lengths of one set of members. Of a copy all is made anew: it belongs to a device.
+
+    Args:
+        members: The members; the first is the primary.
+
+    Attributes:
+        union: Their union vocabulary.
+        methods: Those that are ready, by options, EOS ids and device.
+        draft_lengths: What calls have measured, by their kind. A call takes it out, and hands it back when it is through.
+    """
+
+    def __init__(self, members: Sequence[Member]):
+        self.members = members
+        self.union = UnionVocabulary([member.encoder for member in members])
+        self.methods: dict[Hashable, TokenMethod] = {}
+        self.draft_lengths: dict[Hashable, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "methods": {}, "draft_lengths": {}}
+
+    def method(self, config: MethodConfig, eos_ids: Sequence[int], device: torch.device | None = None) -> TokenMethod:
+        """Give a token-level method, made for these members; others give back memory of what can be made again.
+
+        Args:
+            config: The method's options.
+            eos_ids: The primary's ids that end a text.
+            device: Where the mixing happens. Default: where the primary is.
+        """
+        device = device or self.members[0].device
+        key = (config, tuple(eos_ids), device)
+        for other_key, other in list(self.methods.items()):
+            if other_key != key:
+                other.forget()
+        method = self.methods.get(key)
+        if method is None or method.is_stale:
+            if len(self.methods) >= _MAX_METHODS:
+                self.methods.clear()
+            method = config.build(self.members, self.union, eos_ids_of(self.members, eos_ids), device)
+            self.methods[key] = method
+        return method
+
+    def keep_draft_length(self, kind: Hashable, draft_length: Any) -> None:
+        """Keep what a call has measured for the next one of its kind."""
+        if len(self.draft_lengths) >= _MAX_DRAFT_LENGTHS:
+            self.draft_lengths.clear()
+        self.draft_lengths[kind] = draft_length
 
 
 @dataclass
@@ -27,6 +83,8 @@ class Call:
         num_decision_entries: Number of each member's best entries that are recorded at each decision; None where
             decisions are not recorded.
         has_cache: Whether a cache was passed in.
+        settings: The generation config of `generate`, which the stock loop has prepared once it runs.
+        arguments: Arguments of `generate` that are no generation options, by name.
     """
 
     kept: Kept
@@ -35,6 +93,8 @@ class Call:
     own_prompts: OwnPrompts | None = None
     num_decision_entries: int | None = None
     has_cache: bool = False
+    settings: Any = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def members(self) -> Sequence[Member]:
@@ -52,16 +112,15 @@ class Call:
         """Whether the primary decides everything, and so runs by itself."""
         return self.weights.is_only(0) and self.participants == {0} and not self.config.cuts_off
 
-    def method(self, settings: Any) -> TokenMethod:
-        """What decides token by token, for a prepared generation config."""
+    def method(self) -> TokenMethod:
+        """What decides token by token, once the generation config is prepared."""
+        ends = end_ids(self.settings)
         if self.is_by_primary:
-            return PrimaryAlone(self.kept.union, eos_ids_of(self.members, end_ids(settings)), self.members[0].device)
-        return self.kept.method(self.config, end_ids(settings))
+            return PrimaryAlone(self.kept.union, eos_ids_of(self.members, ends), self.members[0].device)
+        return self.kept.method(self.config, ends)
 
 
-def take_prompt(
-    call: Call, inputs: Tensor | None, kwargs: dict[str, Any], member_prompts: Sequence[Any] | None
-) -> Tensor | None:
+def take_prompt(call: Call, inputs: Tensor | None, kwargs: dict[str, Any], member_prompts: Any) -> Tensor | None:
     """Take the prompt out of what `generate` was called with, and what members read in its place into the call.
 
     Args:
@@ -79,8 +138,10 @@ def take_prompt(
     kwargs.pop("token_type_ids", None)  # harmless, and part of what some tokenizers return
     primary, mask = call.members[0], kwargs.get("attention_mask")
     inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
-    if inputs is None:
-        inputs, mask, member_prompts = encode_primary_prompt(primary, member_prompts)
+    of_primary = member_prompts[0] if isinstance(member_prompts, (list, tuple)) and member_prompts else None
+    if inputs is None and of_primary is not None:
+        inputs, mask = encode_primary_prompt(primary, of_primary)
+        member_prompts = [None, *member_prompts[1:]]
     if inputs is not None:
         inputs, kwargs["attention_mask"] = prepare_prompt(primary, inputs, mask)
     call.own_prompts = OwnPrompts(call.members, member_prompts, 1 if inputs is None else len(inputs))

@@ -9,9 +9,7 @@ from ..config import MethodConfig, method_config
 from ..errors import ConfigurationError
 from ..members.member import Member
 from ..messages import nothing_left, wrong_count
-from ..vocabulary.union import UnionVocabulary
-from .call import Call
-from .kept import Kept
+from .call import Call, Kept
 from .step_weights import StepWeights, WeightsLike
 from .token_decoder import TokenDecoder
 
@@ -49,7 +47,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         if len(models) != len(tokenizers):
             raise wrong_count("tokenizers", len(tokenizers), len(models), "model")
         self._members = [Member(model, tokenizer) for model, tokenizer in zip(models, tokenizers, strict=True)]
-        self._kept = Kept(self._members, UnionVocabulary([member.encoder for member in self._members]))
+        self._kept = Kept(self._members)
         self._config = method_config(method)
         if self._config.decides != "tokens":
             raise ConfigurationError(
@@ -65,8 +63,8 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         self._weights = weights
         self._step_weights()
         sources = (getattr(models[0], "generation_config", None), tokenizers[0])
-        found = (getattr(source, "pad_token_id", None) for source in sources)
-        self._pad = pad_token_id if pad_token_id is not None else next((i for i in found if i is not None), None)
+        found = [pad_token_id, *(getattr(source, "pad_token_id", None) for source in sources)]
+        self._pad = next((i for i in found if i is not None), None)
         self._decoder: TokenDecoder | None = None
 
     @torch.no_grad()
@@ -93,9 +91,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
     def _start(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> TokenDecoder:
         for member in self._members:
             member.check_size()
-        mask = None
-        if self._pad is not None:
-            mask = (input_ids != self._pad).long().cummax(-1).values
+        mask = None if self._pad is None else (input_ids != self._pad).long().cummax(-1).values
         eos_ids = self._members[0].eos_token_ids
         method = self._kept.method(self._config, eos_ids, scores.device)
         weights = self._step_weights()

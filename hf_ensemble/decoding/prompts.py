@@ -44,6 +44,9 @@ class OwnPrompts:
             such a list, where it has none.
         num_rows: Number of prompts.
 
+    Attributes:
+        texts: For each prompt each member's own text, or None.
+
     Raises:
         ConfigurationError: If there is not one entry per member, or not one text per row, or the primary has one.
     """
@@ -68,35 +71,21 @@ class OwnPrompts:
             )
         self.texts = list(zip(*texts, strict=True))
 
-    def of_row(self, row: int, num_rows: int) -> tuple[str | None, ...]:
-        """Each member's own prompt in one row of a call, of whose rows every prompt has the same number.
 
-        Args:
-            row: The row.
-            num_rows: Number of rows of the call.
-        """
-        return self.texts[row * len(self.texts) // num_rows]
-
-
-def encode_primary_prompt(
-    primary: Member, member_prompts: Sequence[Any] | None
-) -> tuple[Tensor | None, Tensor | None, Sequence[Any] | None]:
+def encode_primary_prompt(primary: Member, given: Any) -> tuple[Tensor, Tensor]:
     """Encode the primary's entry of `member_prompts`, which stands for the ids of a call without any.
 
     Args:
         primary: The primary.
-        member_prompts: For each member its own plain text, as in `generate`; None for none.
+        given: A text, or a list with one for each row.
 
     Returns:
-        Its ids and mask, each of shape `(batch_size, length)` on the primary's device and padded on the left, and the
-        entries of the other members; None, None and `member_prompts` where the primary has no entry.
+        Its ids and mask, each of shape `(batch_size, length)` on the primary's device and padded on the left.
 
     Raises:
-        ConfigurationError: If the primary's entry is no text or list of texts.
+        ConfigurationError: If it is neither.
     """
-    if not isinstance(member_prompts, (list, tuple)) or not member_prompts or member_prompts[0] is None:
-        return None, None, member_prompts
-    texts = [member_prompts[0]] if isinstance(member_prompts[0], str) else member_prompts[0]
+    texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) for text in texts):
         raise ConfigurationError(
             f"`member_prompts` of the primary {primary.name!r} must be a text or a list of texts, or None beside "
@@ -104,7 +93,7 @@ def encode_primary_prompt(
         )
     # Its tokenizer may have no padding token.
     ids, mask = padded_left([primary.encode(text) for text in texts], primary.tokenizer.pad_token_id or 0)
-    return ids.to(primary.device), mask.to(primary.device), [None, *member_prompts[1:]]
+    return ids.to(primary.device), mask.to(primary.device)
 
 
 def prepare_prompt(primary: Member, ids: Any, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -193,7 +182,9 @@ def read_prompts(
     primary = members[0]
     kept = [[1] * ids.shape[1]] * ids.shape[0] if mask is None else mask.tolist()
     rows = [tuple(i for i, keep in zip(*row, strict=True) if keep) for row in zip(ids.tolist(), kept, strict=True)]
-    own_texts = [own.of_row(n, len(rows)) if own else (None,) * len(members) for n in range(len(rows))]
+    texts_of = [(None,) * len(members)] if own is None else own.texts
+    # A prompt may have several rows, one after the other.
+    own_texts = [texts_of[n * len(texts_of) // len(rows)] for n in range(len(rows))]
     keys = list(zip(rows, own_texts, strict=True))
     number_of = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     distinct = [list(row) for row, _ in number_of]

@@ -5,7 +5,7 @@ weighted mean of the members' whole distributions. What they make of it counts w
 where an option raises an id by name; elsewhere the proposals decide alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,14 +72,10 @@ class RaisedIds:
         processors: The call's processors.
     """
 
-    def __init__(self, processors: Iterable[LogitsProcessor]):
-        self._sequences: list[tuple[int, ...]] = []
-        self._decays: list[ExponentialDecayLengthPenalty] = []
-        for item in processors:
-            if isinstance(item, SequenceBiasLogitsProcessor):
-                self._sequences += [tuple(ids) for ids, bias in item.sequence_bias.items() if bias > 0]
-            elif isinstance(item, ExponentialDecayLengthPenalty):
-                self._decays.append(item)
+    def __init__(self, processors: Sequence[LogitsProcessor]):
+        biases = [item.sequence_bias for item in processors if isinstance(item, SequenceBiasLogitsProcessor)]
+        self._sequences = [tuple(ids) for of_ids in biases for ids, bias in of_ids.items() if bias > 0]
+        self._decays = [item for item in processors if isinstance(item, ExponentialDecayLengthPenalty)]
 
     def at(self, input_ids: Tensor, scores: Tensor) -> Tensor | None:
         """Say which ids are raised.

@@ -5,8 +5,12 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
-from ..config import MethodConfig
 from ..errors import ConfigurationError
+
+_NO_ARGUMENTS = (
+    *("assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate"),
+    *("inputs_embeds", "labels"),
+)
 
 _NOT_FOR_ENSEMBLES = {
     "guidance_scale": "it would run the primary alone a second time",
@@ -56,21 +60,20 @@ def refuse(obstacles: Iterable[Obstacle], with_what: str) -> None:
         raise ConfigurationError(f"{found.what} cannot be used with {with_what}: {found.why}.")
 
 
-def refuse_for_ensembles(settings: GenerationConfig, kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+def refuse_for_ensembles(settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
     """Refuse what no ensemble can do.
 
     Args:
         settings: The generation config of the call.
-        kwargs: The other keyword arguments of the call.
-        arguments: Arguments of `generate` that have to be None, by name.
+        arguments: Other arguments of the call, by name.
 
     Raises:
         ConfigurationError: If something of it is asked for.
     """
-    for name, value in arguments.items():
-        if value is not None:
+    for name in _NO_ARGUMENTS:
+        if arguments.get(name) is not None:
             raise ConfigurationError(f"`{name}` cannot be used with an ensemble.")
-    options = {name: getattr(settings, name, kwargs.get(name)) for name in _NOT_FOR_ENSEMBLES}
+    options = {name: getattr(settings, name, arguments.get(name)) for name in _NOT_FOR_ENSEMBLES}
     if options["guidance_scale"] == 1:
         options["guidance_scale"] = None
     cache = settings.cache_implementation
@@ -79,25 +82,6 @@ def refuse_for_ensembles(settings: GenerationConfig, kwargs: Mapping[str, Any], 
     why = "the paged loop decodes with the primary alone"
     obstacles.append(Obstacle("paged" in str(cache), f"`cache_implementation={cache!r}`", why))
     refuse(obstacles, "an ensemble")
-
-
-def refuse_all_but_greedy(settings: GenerationConfig, config: MethodConfig) -> None:
-    """Refuse sampling and beams for a method whose options allow neither.
-
-    Args:
-        settings: The generation config of the call.
-        config: The method's options.
-
-    Raises:
-        ConfigurationError: If one is asked for.
-    """
-    asked = {"do_sample": bool(settings.do_sample), "num_beams": settings.num_beams not in (None, 1)}
-    for name, is_asked in asked.items():
-        if is_asked and config.greedy_only:
-            raise ConfigurationError(
-                f"`{name}={getattr(settings, name)}` cannot be used with these options of method {config.name!r}: "
-                f"{config.greedy_only}. Pass `do_sample=False` and `num_beams=1`."
-            )
 
 
 def refuse_without_output(settings: GenerationConfig) -> None:
@@ -113,8 +97,6 @@ def refuse_without_output(settings: GenerationConfig) -> None:
         raise ConfigurationError(
             "`output_decisions` gives `decisions` of the output object: pass `return_dict_in_generate=True` too."
         )
-    if settings.num_beams not in (None, 1):
-        raise ConfigurationError(
-            f"`output_decisions` cannot be used with `num_beams={settings.num_beams}`: beams are chosen by the "
-            "probabilities of whole texts, so nobody decides a token. Pass `num_beams=1`."
-        )
+    beams = settings.num_beams
+    why = "beams are chosen by the probabilities of whole texts, so nobody decides a token. Pass `num_beams=1`"
+    refuse([Obstacle(beams not in (None, 1), "`output_decisions`", why)], f"`num_beams={beams}`")

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from .proposals import Proposals, RaisedIds
-from .unpadded_penalty import UnpaddedPenalty
 
 WARPERS = {
     "TemperatureLogitsWarper",
@@ -52,6 +51,39 @@ def counting_all(processor: Any) -> Any:
     if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
         return RepetitionPenaltyLogitsProcessor(processor.penalty)
     return processor
+
+
+class _UnpaddedPenalty(LogitsProcessor):
+    """A repetition penalty that does not count padding, as the stock one of transformers 5.17 does.
+
+    Args:
+        penalty: The penalty.
+        prompt_mask: 1 for ids of the prompt and 0 for padding, of shape `(batch_size, prompt_length)`.
+    """
+
+    def __init__(self, penalty: LogitsProcessor, prompt_mask: Tensor):
+        self._penalty = penalty
+        self._is_prompt = prompt_mask != 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return the scores for the next processor, of shape `(batch_size, width)`."""
+        length = self._is_prompt.shape[1]
+        # In place of padding an id that the row holds anyway: a penalty asks only which ids there are.
+        present = input_ids.gather(1, self._is_prompt.long().argmax(-1, keepdim=True))
+        prompt = torch.where(self._is_prompt, input_ids[:, :length], present)
+        return self._penalty(torch.cat([prompt, input_ids[:, length:]], dim=-1), scores)  # type: ignore[no-any-return]
+
+
+def without_padding(processor: LogitsProcessor, prompt_mask: Tensor | None) -> LogitsProcessor:
+    """The processor; of a repetition penalty, one that does not count padding.
+
+    Args:
+        processor: The processor.
+        prompt_mask: 1 for ids of the prompt and 0 for padding, of shape `(batch_size, prompt_length)`; None for no padding.
+    """
+    if prompt_mask is None or not isinstance(processor, RepetitionPenaltyLogitsProcessor):
+        return processor
+    return _UnpaddedPenalty(processor, prompt_mask)
 
 
 def needs_whole_batch(processors: Sequence[LogitsProcessor]) -> str | None:
@@ -102,7 +134,10 @@ class RowProcessors:
             The scores of what may be chosen; and whether that is nothing that was proposed, of shape `(1, 1)`.
         """
         if row not in self._of_row:
-            self._of_row[row] = LogitsProcessorList([self._for_row(item, row) for item in self._constraints])
+            own = self._constraints
+            if self._mask is not None:
+                own = [without_padding(counting_all(item), self._mask[row : row + 1]) for item in own]
+            self._of_row[row] = LogitsProcessorList(own)
         prompt = self._prompt_ids[row : row + 1]
         ids = torch.cat([prompt, torch.tensor([new_ids], dtype=prompt.dtype, device=prompt.device)], dim=-1)
         constrained = self._of_row[row](ids, scores)  # type: ignore[arg-type]
@@ -114,8 +149,3 @@ class RowProcessors:
         """Apply the warpers to the scores of any positions, of shape `(num_positions, width)`."""
         ids = self._prompt_ids.new_zeros(len(scores), 1)
         return self._warpers(ids, scores)  # type: ignore[arg-type]
-
-    def _for_row(self, processor: LogitsProcessor, row: int) -> LogitsProcessor:
-        if self._mask is None or not isinstance(processor, RepetitionPenaltyLogitsProcessor):
-            return processor
-        return UnpaddedPenalty(counting_all(processor), self._mask[row : row + 1])

@@ -46,21 +46,6 @@ class StepWeights:
             return False
         return not self._as_given or (self._rows is not None and bool((self._rows[:, member] == 1).all()))
 
-    def refuse_varying(self, name: str) -> None:
-        """Refuse weights that differ by row or step, for a method that does not mix by weights.
-
-        Args:
-            name: Of the method, for the error.
-
-        Raises:
-            ConfigurationError: If they do.
-        """
-        if self._rows is None or len(self._rows) > 1:
-            raise ConfigurationError(
-                f"method {name!r} does not mix by weights: give one weight per member (0 leaves it out), not one for each "
-                "row or step."
-            )
-
     @property
     def num_rows(self) -> int:
         """How many rows weights were given for; 1 if they are the same for all."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..config import MemberConfig
 from ..errors import ConfigurationError
-from .references import check_place, name_of, place_of_adapter, place_of_model
+from .references import Place, check_place, name_of
 
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
@@ -44,17 +44,25 @@ def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -
     Raises:
         ConfigurationError: If the adapter cannot be found or used, or does not say of which model it is.
     """
-    place = place_of_model(item)
+    place = Place.of_model(item)
     own = None if item.gguf_file else place.file(_CONFIG_FILE, hub)
-    if item.adapter is not None and place_of_adapter(item) != place:
-        if own is not None:
-            raise ConfigurationError(
-                f"member {name_of(item)!r} cannot have the adapter {item.adapter!r}: {item.path!r} is an adapter itself. "
-                "Give the model's own id or path, or merge the one into it first."
-            )
-        return _named_adapter(item, hub)
+    if own is None and item.adapter is None:
+        return item
     if own is None:
-        return item if item.adapter is None else _named_adapter(item, hub)
+        place = Place.of_adapter(item)
+        check_place(name_of(item), place, hub)
+        file = place.file(_CONFIG_FILE, hub)
+        if file is None:
+            raise ConfigurationError(
+                f"member {name_of(item)!r} cannot be loaded: there is no adapter at {item.adapter!r}, or it cannot be read."
+            )
+        _checked_config(item, file)
+        return dataclasses.replace(item, adapter_commit=place.commit(_CONFIG_FILE, hub))
+    if item.adapter is not None and Place.of_adapter(item) != place:
+        raise ConfigurationError(
+            f"member {name_of(item)!r} cannot have the adapter {item.adapter!r}: {item.path!r} is an adapter itself. "
+            "Give the model's own id or path, or merge the one into it first."
+        )
     config = _checked_config(item, own)
     name = item.name or place.path.rstrip("/").rsplit("/", 1)[-1]
     if os.path.isdir(place.path):
@@ -75,18 +83,6 @@ def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -
             f"`MemberConfig(path=<the model>, adapter={item.path!r})`."
         )
     return dataclasses.replace(found, path=base, revision=None, subfolder=None, commit=None, name=name)
-
-
-def _named_adapter(item: MemberConfig, hub: Mapping[str, Any]) -> MemberConfig:
-    place = place_of_adapter(item)
-    check_place(name_of(item), place, hub)
-    file = place.file(_CONFIG_FILE, hub)
-    if file is None:
-        raise ConfigurationError(
-            f"member {name_of(item)!r} cannot be loaded: there is no adapter at {item.adapter!r}, or it cannot be read."
-        )
-    _checked_config(item, file)
-    return dataclasses.replace(item, adapter_commit=place.commit(_CONFIG_FILE, hub))
 
 
 def _checked_config(item: MemberConfig, file: str) -> dict[str, Any]:
@@ -132,7 +128,7 @@ def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, An
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise ConfigurationError(f"{what}: weights of the model are offloaded. Merge it into the model first.")
     try:
-        place = place_of_adapter(item)
+        place = Place.of_adapter(item)
         folder = os.path.dirname(place.file(_CONFIG_FILE, hub) or "")
         weights_file = place.file(_WEIGHTS_FILE, hub)
         if weights_file is None:

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ..config import EnsembleConfig, MemberConfig
 from ..errors import ConfigurationError
 from .adapters import find_adapter
-from .references import check_place, found_members, name_of, place_of_model, whole_path, with_paths
+from .references import Place, check_place, found_members, name_of, whole_path, with_paths
 
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -41,7 +41,7 @@ def read_source(
         return EnsembleConfig(members=_listed_members(source)), False
     alone = MemberConfig(path=source, **located)
     if config is None:
-        check_place(source, place_of_model(alone), hub)
+        check_place(source, Place.of_model(alone), hub)
         # What fails is told when it is looked at as a member.
         config, problem = _read_config(source, {**located, **hub})
         if isinstance(problem, ConfigurationError):
@@ -86,7 +86,7 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
     if not item.path:
         raise ConfigurationError(f"member {number} has no `path`: give a Hub id or a path.")
     item = with_paths(item, whole_path)
-    name, place = name_of(item), place_of_model(item)
+    name, place = name_of(item), Place.of_model(item)
     check_place(name, place, hub)
     config, problem = _read_config(place.path, {**source_options(item), **hub})
     if config is not None and not os.path.isdir(place.path):
@@ -122,7 +122,7 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
 
 def source_options(item: MemberConfig) -> dict[str, Any]:
     """Options that say where a member's model and tokenizer are read from."""
-    options = place_of_model(item).options
+    options = Place.of_model(item).options
     return options if item.gguf_file is None else {**options, "gguf_file": item.gguf_file}
 
 

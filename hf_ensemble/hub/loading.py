@@ -1,5 +1,6 @@
 """Making an ensemble's members: of loaded models, of what is loaded for a list of ids, or as it was saved."""
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -15,142 +16,142 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from typing_extensions import Self
 
 from .. import messages
-from ..config import EnsembleConfig, MemberConfig, MethodConfig, method_config, normalize_weights
+from ..config import EnsembleConfig, MemberConfig, MethodConfig
 from ..errors import ConfigurationError, VocabularyError
 from ..members.member import Member
 from .adapters import add_adapter
 from .finding import checked_member, read_source, source_options
 from .in_place import finish_writing
 from .placement import check_memory, remaining_memory
-from .references import (
-    HUB_OPTIONS,
-    check_token,
-    is_local,
-    name_of,
-    place_of_adapter,
-    place_of_model,
-    whole_path,
-    with_paths,
-)
+from .references import HUB_OPTIONS, Place, check_token, is_local, name_of, whole_path, with_paths
 
 
-def load_parts(
-    source: Any,
-    config: PreTrainedConfig | None,
-    method: str | MethodConfig | None,
-    weights: Sequence[float] | None,
-    dtype: Any,
-    device_map: Any,
-    tokenizers: Sequence[Any] | None,
-    options: dict[str, Any],
-) -> tuple[EnsembleConfig, list[Member], GenerationConfig | None]:
-    """Load an ensemble from its members, or as it was saved.
+class Loading:
+    """How an ensemble is made: of loaded models, of a list of ids, or as it was saved. Mixed into the ensemble's class."""
 
-    Args:
-        source: A list of members, or the id or path of a saved ensemble or of a single model.
-        config: Configuration of a saved ensemble, where it is loaded already.
-        method: Name or configuration of the method; None: as saved, else `"unite"`.
-        weights: Mixing weights; None: as saved, else the same for all.
-        dtype: One for all members, or a list with one per member.
-        device_map: Likewise.
-        tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
-        options: `revision` and `subfolder` of the ensemble; the rest is passed on to every member's loading.
+    config: Any
+    generation_config: Any
+    name_or_path: str
 
-    Returns:
-        The ensemble's configuration, its members, and its generation configuration, if it was saved with one.
+    @classmethod
+    def from_members(
+        cls,
+        models: Sequence[PreTrainedModel],
+        tokenizers: Sequence[PreTrainedTokenizerBase],
+        method: str | MethodConfig = "unite",
+        weights: Sequence[float] | None = None,
+        member_configs: Sequence[MemberConfig] | None = None,
+    ) -> Self:
+        """Make an ensemble of loaded models and tokenizers. None of them is changed.
 
-    Raises:
-        ConfigurationError: If a member cannot be found or is no causal language model; before any weight is read.
-        VocabularyError: If a tokenizer is missing or cannot be understood.
-    """
-    options.pop("adapter_kwargs", None)
-    dtype = options.pop("torch_dtype", dtype)
-    hub = _hub_options(options)
-    check_token(hub.get("token"))
-    located: dict[str, Any] = {}
-    if isinstance(source, (str, os.PathLike)):
-        source = os.fspath(source)
-        located = {key: options.pop(key) for key in ("revision", "subfolder") if key in options}
-        if finish_writing(Path(source, located.get("subfolder") or "")):
-            config = None
-    asked, is_saved = read_source(source, config, located, hub)
-    method = method_config(asked.method if method is None else method)
-    weights = asked.weights if weights is None else weights
-    if not asked.members:
-        raise ConfigurationError("an ensemble needs at least one member: got an empty list.")
-    if weights is not None:
-        weights = normalize_weights(weights, len(asked.members), method.takes_weights_as_given)
-    method.check_members(len(asked.members))
-    if is_saved and dtype is not None and dtype != "auto":
-        for item in asked.members:
-            item.dtype = None
-    found = [checked_member(number, item, hub) for number, item in enumerate(asked.members)]
-    items = [item for item, _ in found]
-    models, loaded = _load_members(items, [own for _, own in found], dtype, device_map, tokenizers, options)
-    made, members = make_members(models, loaded, method, weights, items)
-    if isinstance(source, str):
-        made.name_or_path = source
-    return made, members, _read_generation_config(source, located | hub) if is_saved else None
+        Entries of one model with one tokenizer share them. Only where all else is the same too, they are one member.
 
+        Args:
+            models: Causal language models; the first is the primary.
+            tokenizers: Their fast tokenizers.
+            method: Name or configuration of the method.
+            weights: Mixing weights, one per member. Default: the same for all.
+            member_configs: Where each member comes from, its name, and ids that end its texts. Default: each model's
+                own `name_or_path`.
 
-def _read_generation_config(source: str, options: dict[str, Any]) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(source, **options)
-    except OSError:
-        # The primary's own stays.
-        return None
+        Raises:
+            ConfigurationError: If the lists do not match, or a model is no decoder-only causal language model.
+            VocabularyError: If a tokenizer cannot be understood.
+        """
+        if not models:
+            raise ConfigurationError("an ensemble needs at least one member: got 0.")
+        items = member_configs
+        if items is None:
+            items = [MemberConfig(path=str(model.name_or_path) or None) for model in models]
+        for name, values in (("tokenizers", tokenizers), ("member_configs", items)):
+            if len(values) != len(models):
+                raise messages.wrong_count(name, len(values), len(models))
+        config = EnsembleConfig(
+            members=[_described(*trio) for trio in zip(models, tokenizers, items, strict=True)],
+            method=method,
+            weights=weights,
+            primary_config=copy.deepcopy(models[0].config),
+        )
+        config.method.check_members(len(models))
+        known: dict[Any, Member] = {}
+        members = []
+        for model, tokenizer, item in zip(models, tokenizers, config.members, strict=True):
+            options = (item.name, tuple(item.eos_token_id), item.chat_template, item.system_prompt)
+            key = (id(model), id(tokenizer), *options)
+            if key not in known:
+                known[key] = Member(model, tokenizer, *options)
+            members.append(known[key])
+        return cls(config, members)  # type: ignore[call-arg]
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *model_args: Any,
+        config: PreTrainedConfig | None = None,
+        method: str | MethodConfig | None = None,
+        weights: Sequence[float] | None = None,
+        dtype: Any = "auto",
+        device_map: Any = None,
+        tokenizers: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load an ensemble from its members, or as it was saved.
 
-def make_members(
-    models: Sequence[PreTrainedModel],
-    tokenizers: Sequence[PreTrainedTokenizerBase],
-    method: str | MethodConfig,
-    weights: Sequence[float] | None,
-    items: Sequence[MemberConfig] | None,
-) -> tuple[EnsembleConfig, list[Member]]:
-    """Make members, and the configuration that describes them.
+        Args:
+            pretrained_model_name_or_path: A list of members (Hub ids, paths or `MemberConfig`s), the primary first; or
+                the id or path of a saved ensemble. The id or path of a single model makes an ensemble of one.
+            *model_args: Refused.
+            config: Configuration of a saved ensemble, where it is loaded already.
+            method: Name or configuration of the method. Default: as saved, else `"unite"`.
+            weights: Mixing weights, one per member. Default: as saved, else the same for all.
+            dtype: One dtype for all members, or a list with one per member. Default: as saved, else as each
+                checkpoint says.
+            device_map: Where the weights go, as in `transformers`: one value for all members, or a list.
+            tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
+            **kwargs: `revision` and `subfolder` of the ensemble; everything else (`token`, `cache_dir`, `max_memory` for
+                all members together, `attn_implementation`, …) is passed on to every member's loading.
 
-    Entries of one model with one tokenizer share them. Only where all else is the same too, they are one member.
-
-    Args:
-        models: Causal language models; the first is the primary.
-        tokenizers: Their fast tokenizers.
-        method: Name or configuration of the method.
-        weights: Mixing weights, one per member; None for all the same.
-        items: Where each member comes from, its name, and ids that end its texts; None for each model's own
-            `name_or_path`. They are not changed.
-
-    Raises:
-        ConfigurationError: If the lists do not match, or a model is no decoder-only causal language model.
-        VocabularyError: If a tokenizer cannot be understood.
-    """
-    if not models:
-        raise ConfigurationError("an ensemble needs at least one member: got 0.")
-    if len(tokenizers) != len(models):
-        raise messages.wrong_count("tokenizers", len(tokenizers), len(models))
-    if items is None:
-        items = [MemberConfig(path=str(model.name_or_path) or None) for model in models]
-    if len(items) != len(models):
-        raise messages.wrong_count("member_configs", len(items), len(models))
-    config = EnsembleConfig(
-        members=[_described(*trio) for trio in zip(models, tokenizers, items, strict=True)],
-        method=method_config(method),
-        weights=weights,
-        primary_config=copy.deepcopy(models[0].config),
-    )
-    config.method.check_members(len(models))
-    config._attn_implementation = models[0].config._attn_implementation
-    known: dict[Any, Member] = {}
-    members = []
-    for model, tokenizer, item in zip(models, tokenizers, config.members, strict=True):
-        options = (item.name, tuple(item.eos_token_id), item.chat_template, item.system_prompt)
-        key = (id(model), id(tokenizer), *options)
-        if key not in known:
-            known[key] = Member(model, tokenizer, *options)
-        members.append(known[key])
-    return config, members
+        Raises:
+            ConfigurationError: If a member cannot be found or is no causal language model; before any weight is read.
+            VocabularyError: If a tokenizer is missing or cannot be understood.
+        """
+        if model_args:
+            raise ConfigurationError(f"an ensemble takes no positional model arguments, but got {len(model_args)}.")
+        kwargs.pop("adapter_kwargs", None)
+        dtype = kwargs.pop("torch_dtype", dtype)
+        hub = _hub_options(kwargs)
+        check_token(hub.get("token"))
+        source, located = pretrained_model_name_or_path, dict[str, Any]()
+        if isinstance(source, (str, os.PathLike)):
+            source = os.fspath(source)
+            located = {key: kwargs.pop(key) for key in ("revision", "subfolder") if key in kwargs}
+            if finish_writing(Path(source, located.get("subfolder") or "")):
+                config = None
+        asked, is_saved = read_source(source, config, located, hub)
+        if not asked.members:
+            raise ConfigurationError("an ensemble needs at least one member: got an empty list.")
+        method = asked.method if method is None else method
+        weights = asked.weights if weights is None else weights
+        asked = EnsembleConfig(members=asked.members, method=method, weights=weights)
+        asked.method.check_members(len(asked.members))
+        if is_saved and dtype is not None and dtype != "auto":
+            for item in asked.members:
+                item.dtype = None
+        found = [checked_member(number, item, hub) for number, item in enumerate(asked.members)]
+        items = [item for item, _ in found]
+        models, loaded = _load_members(items, [own for _, own in found], dtype, device_map, tokenizers, kwargs)
+        ensemble = cls.from_members(models, loaded, asked.method, asked.weights, items)
+        if isinstance(source, str):
+            ensemble.name_or_path = ensemble.config.name_or_path = source
+        if is_saved:
+            # Else the primary's own stays.
+            with contextlib.suppress(OSError):
+                ensemble.generation_config = GenerationConfig.from_pretrained(source, **located, **hub)
+        return ensemble
 
 
 def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, item: MemberConfig) -> MemberConfig:
@@ -164,7 +165,7 @@ def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, item:
     if item.commit is None and item.path and not is_local(item.path):
         # Transformers 5.17 keeps the commit with the configuration.
         kept = getattr(model.config, "_commit_hash", None)
-        item.commit = kept or place_of_model(item).commit("config.json", {})
+        item.commit = kept or Place.of_model(item).commit("config.json", {})
     return item
 
 
@@ -194,36 +195,30 @@ def _load_members(
             weights cannot be read.
         VocabularyError: If a tokenizer is missing.
     """
-    dtypes = _per_member("dtype", dtype, len(items))
-    device_maps = _per_member("device_map", device_map, len(items))
-    tokenizers = [None] * len(items) if tokenizers is None else _per_member("tokenizers", list(tokenizers), len(items))
-    loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
-    options = []
-    for place, item in enumerate(items):
-        own_dtype = dtypes[place] if isinstance(dtype, (list, tuple)) or item.dtype is None else item.dtype
-        has_own_map = item.device_map is not None and not isinstance(device_map, (list, tuple))
-        own_map = item.device_map if has_own_map else device_maps[place]
+    dtypes = _per_member("dtype", dtype, [item.dtype for item in items])
+    device_maps = _per_member("device_map", device_map, [item.device_map for item in items])
+    given = _per_member("tokenizers", None if tokenizers is None else list(tokenizers), [None] * len(items))
+    keys = []
+    distinct: dict[str, tuple[MemberConfig, PreTrainedConfig, Any, Any, Any]] = {}
+    for of_member in zip(items, configs, dtypes, device_maps, given, strict=True):
+        item, _, own_dtype, own_map, tokenizer = of_member
         source = dataclasses.replace(item, name=None, eos_token_id=[], chat_template=None, system_prompt=None)
-        key = repr((source, own_dtype, own_map, id(tokenizers[place])))
-        options.append((key, own_dtype, own_map))
-    distinct = {key: (item, config, *rest) for item, config, (key, *rest) in zip(items, configs, options, strict=True)}
+        keys.append(repr((source, own_dtype, own_map, id(tokenizer))))
+        distinct.setdefault(keys[-1], of_member)
     max_memory = kwargs.get("max_memory")
-    check_memory(list(distinct.values()), max_memory)
-    pairs = []
-    for place, (item, (key, own_dtype, own_map)) in enumerate(zip(items, options, strict=True)):
-        if key not in loaded:
-            if max_memory is not None:
-                kwargs = {
-                    **kwargs,
-                    "max_memory": remaining_memory(max_memory, [model for model, _ in loaded.values()]),
-                }
-            model = _load_model(item, own_dtype, own_map, kwargs)
-            loaded[key] = model, _load_tokenizer(item, tokenizers[place], kwargs)
-        pairs.append(loaded[key])
-        given = tokenizers[place]
-        if given is not None:
-            item.tokenizer = getattr(given, "name_or_path", None) or str(given)
-    return [model for model, _ in pairs], [tokenizer for _, tokenizer in pairs]
+    check_memory([of_member[:-1] for of_member in distinct.values()], max_memory)
+    loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
+    for key, (item, _, own_dtype, own_map, tokenizer) in distinct.items():
+        if max_memory is not None:
+            left = remaining_memory(max_memory, [model for model, _ in loaded.values()])
+            kwargs = {**kwargs, "max_memory": left}
+        model = _load_model(item, own_dtype, own_map, kwargs)
+        loaded[key] = model, _load_tokenizer(item, tokenizer, kwargs)
+    for item, tokenizer in zip(items, given, strict=True):
+        if tokenizer is not None:
+            item.tokenizer = getattr(tokenizer, "name_or_path", None) or str(tokenizer)
+    models, found = zip(*(loaded[key] for key in keys), strict=True)
+    return list(models), list(found)
 
 
 def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -251,29 +246,27 @@ def _load_tokenizer(item: MemberConfig, given: Any, kwargs: dict[str, Any]) -> P
     options: dict[str, Any] = {}
     if source is None:
         # What an adapter was trained with lies beside it.
-        beside = place_of_adapter(item)
+        beside = Place.of_adapter(item)
         is_beside = item.adapter is not None and beside.file("tokenizer_config.json", hub) is not None
         source, options = (beside.path, beside.options) if is_beside else (item.path, source_options(item))
+    remedy = "Set `MemberConfig(tokenizer=...)`, or pass `tokenizers=[...]` with one per member."
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options, **hub)
     except Exception as error:
         raise VocabularyError(
-            f"member {name_of(item)!r} has no tokenizer that can be loaded: {error} Set "
-            "`MemberConfig(tokenizer=...)`, or pass `tokenizers=[...]` with one per member."
+            f"member {name_of(item)!r} has no tokenizer that can be loaded: {error} {remedy}"
         ) from error
     if len(tokenizer) == 0:
-        raise VocabularyError(
-            f"member {name_of(item)!r} has an empty tokenizer. Set `MemberConfig(tokenizer=...)`, or pass "
-            "`tokenizers=[...]` with one per member."
-        )
+        raise VocabularyError(f"member {name_of(item)!r} has an empty tokenizer. {remedy}")
     return tokenizer
 
 
-def _per_member(name: str, value: Any, count: int) -> list[Any]:
+def _per_member(name: str, value: Any, own: Sequence[Any]) -> list[Any]:
+    """An option for each member: as a list says, else as the member says itself, else as is said for all."""
     if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if len(value) != count:
-        raise messages.wrong_count(name, len(value), count)
+        return [value if one is None else one for one in own]
+    if len(value) != len(own):
+        raise messages.wrong_count(name, len(value), len(own))
     return list(value)
 
 

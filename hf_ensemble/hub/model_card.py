@@ -5,62 +5,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 
 from ..config import MemberConfig
 from ..members.member import Member
+from .planning import SavePlan
 from .references import is_local
-from .writing import SavePlan
 
-_CARD = """---
-{metadata}
----
-
-# {title}
-
-{count} language models that decode together as one model, made with `hf_ensemble`.
-
-```bash
-pip install hf_ensemble
-```
-
-```python
-from hf_ensemble import EnsembleForCausalLM
-
-ensemble = EnsembleForCausalLM.from_pretrained({source})
-inputs = ensemble.tokenizer("The capital of France is", return_tensors="pt")
-ids = ensemble.generate(**inputs, max_new_tokens=32)
-print(ensemble.tokenizer.decode(ids[0], skip_special_tokens=True))
-```
-
-After `import hf_ensemble`, `AutoModelForCausalLM`, `AutoTokenizer` and `pipeline` of `transformers` load it too. No remote code is needed.
-
-## Members
-
-The first is the primary: its tokenizer reads and writes the ids.
-
-| member | from | revision | licence | parameters | weight |
-|---|---|---|---|---|---|
-{rows}
-
-## Method
-
-`{method}`{options}
-"""
+_TEMPLATE = Path(__file__).with_suffix(".md")
 
 
-def model_card(plan: SavePlan, title: str, source: str, tags: Sequence[str], api: HfApi | None) -> str:
+def model_card(plan: SavePlan, source: str, tags: Sequence[str], api: HfApi | None) -> str:
     """Write the README.
 
     Args:
         plan: What is saved.
-        title: Its heading.
-        source: What `from_pretrained` is to be given.
+        source: What `from_pretrained` is to be given. Its last part is the heading.
         tags: Tags for the metadata.
         api: The Hub, asked for licences; None: nothing is asked.
     """
-    config, loaded = plan.config, plan.parts.config.members
+    config, loaded = plan.config, plan.ensemble.config.members
     commits = [item.commit or item.revision for item in (loaded if plan.bundled else config.members)]
     licenses = [_license(item.path, commit, api) for item, commit in zip(loaded, commits, strict=True)]
     is_one = len(set(licenses)) == 1 and licenses[0] not in (None, "other")
@@ -74,24 +39,25 @@ def model_card(plan: SavePlan, title: str, source: str, tags: Sequence[str], api
         tags=list(dict.fromkeys(["ensemble", "hf_ensemble", config.method.name, *tags])),
     )
     weights = config.weights or [1 / len(loaded)] * len(loaded)
-    rows = zip(plan.parts.members, loaded, commits, licenses, weights, strict=True)
+    rows = zip(plan.ensemble.member_views, loaded, commits, licenses, weights, strict=True)
     options = {key: value for key, value in config.method.to_dict().items() if key != "name"}
-    return _CARD.format(
-        metadata=metadata.to_yaml(),
-        title=_plain(title),
-        count=len(loaded),
+    card = ModelCard.from_template(
+        metadata,
+        str(_TEMPLATE),
+        title=_plain(source.rsplit("/", 1)[-1]),
         source=json.dumps(source),
-        rows="\n".join(_row(*row, is_included=bool(plan.bundled)) for row in rows),
+        rows=[_row(*row, is_included=bool(plan.bundled)) for row in rows],
         method=config.method.name,
-        options=f" with `{json.dumps(options)}`" if options else "",
+        options=json.dumps(options) if options else None,
     )
+    return f"{card}\n"
 
 
 def _row(
     member: Member, item: MemberConfig, commit: str | None, license: str | None, weight: float, *, is_included: bool
-) -> str:
+) -> list[str]:
     origin = _origin(item.path) + (f" with adapter from {_origin(item.adapter)}" if item.adapter else "")
-    cells = [
+    return [
         _plain(member.name),
         origin + (", included here" if is_included else ""),
         f"`{commit}`" if commit else "",
@@ -99,7 +65,6 @@ def _row(
         f"{member.model.num_parameters():,}",
         f"{weight:.4g}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _origin(path: str | None) -> str:

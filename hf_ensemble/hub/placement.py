@@ -90,9 +90,7 @@ def _target(device_map: Any) -> Any:
     if isinstance(device_map, Mapping):
         places = set(device_map.values())
         return _target(places.pop()) if len(places) == 1 else None
-    if isinstance(device_map, str) and device_map in _PLANNED:
-        return device_map
-    if isinstance(device_map, int):
+    if isinstance(device_map, int) or device_map in _PLANNED:
         return device_map
     try:
         return _key(torch.device(device_map))

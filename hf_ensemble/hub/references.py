@@ -22,16 +22,27 @@ HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "prox
 
 @dataclass(frozen=True)
 class Place:
-    """A folder: on this machine, or in a repository of the Hub."""
+    """A folder: on this machine, or in a repository of the Hub.
+
+    Attributes:
+        path: Path or Hub id.
+        revision: Branch, tag or commit on the Hub.
+        subfolder: Folder within.
+    """
 
     path: str
-    """Path or Hub id."""
-
     revision: str | None
-    """Branch, tag or commit on the Hub."""
-
     subfolder: str | None
-    """Folder within."""
+
+    @classmethod
+    def of_model(cls, item: MemberConfig) -> "Place":
+        """Where a member's model lies, at the commit that was read first."""
+        return cls(str(item.path), item.commit or item.revision, item.subfolder)
+
+    @classmethod
+    def of_adapter(cls, item: MemberConfig) -> "Place":
+        """Where a member's adapter lies, at the commit that was read first."""
+        return cls(str(item.adapter), item.adapter_commit or item.adapter_revision, item.adapter_subfolder)
 
     def file(self, name: str, hub: Mapping[str, Any]) -> str | None:
         """Path on this machine of a file in it; None if there is none, or it cannot be had.
@@ -67,16 +78,6 @@ class Place:
         """`revision` and `subfolder`, where they are given."""
         given = {"revision": self.revision, "subfolder": self.subfolder}
         return {key: value for key, value in given.items() if value is not None}
-
-
-def place_of_model(item: MemberConfig) -> Place:
-    """Where a member's model lies, at the commit that was read first."""
-    return Place(str(item.path), item.commit or item.revision, item.subfolder)
-
-
-def place_of_adapter(item: MemberConfig) -> Place:
-    """Where a member's adapter lies, at the commit that was read first."""
-    return Place(str(item.adapter), item.adapter_commit or item.adapter_revision, item.adapter_subfolder)
 
 
 def is_local(path: str) -> bool:

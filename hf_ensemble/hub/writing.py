@@ -4,24 +4,15 @@ import copy
 import json
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
-
-from ..config import EnsembleConfig
 from ..members.member import Member
 from .adapters import base_model, weights_without_adapters, write_adapter
+from .planning import ADAPTER_FOLDER, SavePlan, is_from_gguf
+from .references import HUB_OPTIONS
 
-ADAPTER_FOLDER = "adapter"
-"""Folder of a bundled member's adapter, within the member's."""
-
-_OF_ONE_MACHINE = (
-    *("token", "cache_dir", "local_files_only", "force_download", "proxies"),
-    *("is_local", "name_or_path", "_name_or_path"),
-)
+_OF_ONE_MACHINE = (*HUB_OPTIONS, "is_local", "name_or_path", "_name_or_path")
 """What models and tokenizers may write of how they were loaded."""
 
 _ANY_TEXT = ("chat_template", "content")
@@ -29,35 +20,6 @@ _ANY_TEXT = ("chat_template", "content")
 
 _IN_A_HOME = re.compile(r"/home/\w|/Users/\w|/root/\w|[A-Za-z]:\\Users\\|(?:^|[=:\s])~/\w")
 """What paths within a home folder look like, whoever's it is."""
-
-
-@dataclass(frozen=True)
-class EnsembleParts:
-    """What is saved of an ensemble."""
-
-    config: EnsembleConfig
-    generation_config: GenerationConfig
-    members: Sequence[Member]
-    tokenizer: PreTrainedTokenizerBase
-    """The primary's, as the ensemble hands it out."""
-
-    architecture: str
-    """Name of the ensemble's class."""
-
-    tags: Sequence[str]
-    """Of the README."""
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """A save that has been found possible: all checks are done, nothing is written."""
-
-    parts: EnsembleParts
-    config: EnsembleConfig
-    """As it is written."""
-
-    bundled: dict[str, Member] = field(default_factory=dict)
-    """The members to write, by their folder within the ensemble's."""
 
 
 def write_files(plan: SavePlan, folder: Path, max_shard_size: int | str, card: str | None) -> None:
@@ -69,17 +31,23 @@ def write_files(plan: SavePlan, folder: Path, max_shard_size: int | str, card: s
         max_shard_size: Most bytes of a file of a bundled member, or a size like `"5GB"`.
         card: Text of the README; None for no README.
     """
-    parts = plan.parts
     folder.mkdir(exist_ok=True)
     for place, member in plan.bundled.items():
         _write_member(member, folder / place, max_shard_size)
-    parts.generation_config.save_pretrained(folder)
-    parts.tokenizer.save_pretrained(folder)
+    plan.ensemble.generation_config.save_pretrained(folder)
+    plan.ensemble.tokenizer.save_pretrained(folder)
     if card is not None:
         (folder / "README.md").write_text(card, "utf-8")
     plan.config.save_pretrained(folder)
     for file in folder.rglob("*config.json"):
-        _rewrite(file)
+        # Again, without what is of one machine.
+        values = json.loads(file.read_text("utf-8"))
+        kept = _without_private(values)
+        if "members" in values:
+            # These are checked: paths in them are to be found again.
+            kept["members"] = values["members"]
+        if kept != values:
+            file.write_text(json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _write_member(member: Member, folder: Path, max_shard_size: int | str) -> None:
@@ -98,17 +66,6 @@ def _write_member(member: Member, folder: Path, max_shard_size: int | str) -> No
     model.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
     write_adapter(base, folder / ADAPTER_FOLDER)
     member.tokenizer.save_pretrained(folder)
-
-
-def _rewrite(file: Path) -> None:
-    """Write a JSON file again without what is of one machine."""
-    values = json.loads(file.read_text("utf-8"))
-    kept = _without_private(values)
-    if "members" in values:
-        # These are checked: paths in them are to be found again.
-        kept["members"] = values["members"]
-    if kept != values:
-        file.write_text(json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _without_private(value: Any) -> Any:
@@ -130,10 +87,3 @@ def _is_of_this_machine(text: str) -> bool:
     """Whether a text is a path that is there, or holds one within somebody's home: what else has slashes is no path."""
     is_there = os.path.isabs(text) and len(Path(text).parts) > 2 and os.path.exists(text)
     return is_there or str(Path.home()) in text or _IN_A_HOME.search(text) is not None
-
-
-def is_from_gguf(model: Any) -> bool:
-    """Whether a model was read from a GGUF file, so that its weights are unpacked and it still claims to be quantised."""
-    found = getattr(model.config, "quantization_config", None)
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    return getattr(method, "value", method) == "gguf"

@@ -1,11 +1,7 @@
 """Ways of writing, one a file."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from transformers import GenerationConfig
-
 from ..decoding.call import Call
+from ..decoding.speculation.options import Speculation, obstacle_to_drafts
 from .base import Mode
 from .drafts import DraftMode
 from .primary import PrimaryMode
@@ -22,22 +18,23 @@ def mode_of(call: Call) -> Mode:
     return PrimaryMode(call) if call.is_by_primary else mode
 
 
-def mode_for_generate(
-    call: Call, settings: GenerationConfig, arguments: Mapping[str, Any], speculation: str | None
-) -> Mode:
+def mode_for_generate(call: Call, speculation: str | None) -> Mode:
     """The mode of a call of `generate`, which has refused what it cannot do.
 
     Args:
         call: What the call works with.
-        settings: Its generation config.
-        arguments: Arguments of `generate` that are no generation options, by name.
-        speculation: Who drafts; None for nobody.
+        speculation: Who drafts, where nothing stands against it or plain decoding may not take over; None for nobody.
 
     Raises:
-        ConfigurationError: If an option cannot be used.
+        ConfigurationError: If an option cannot be used, or there is no such drafter.
     """
     mode = mode_of(call)
     if speculation is not None:
-        mode = DraftMode.or_plain(mode, speculation, settings, arguments)
-    mode.refuse(settings, arguments)
+        drafting = Speculation(speculation, call.members)
+        found = obstacle_to_drafts(call, call.settings, call.arguments["synced_gpus"])
+        if found is not None:
+            drafting.refuse(found)
+        elif not (call.is_by_primary and drafting.is_auto):
+            mode = DraftMode(mode, drafting)
+    mode.refuse()
     return mode

@@ -1,11 +1,11 @@
 """What every way of writing has in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from ..decoding.call import Call
 from ..decoding.loop import Loop
@@ -21,21 +21,21 @@ class Mode(ABC):
 
     Args:
         call: What the call works with.
+
+    Attributes:
+        decoder: What decides token by token, and counts and keeps what every step gave; None if nothing does.
+        recorder: What records the decisions of the call; None if nothing does.
     """
 
+    decoder: Any = None
     recorder: DecisionRecorder | None = None
-    """What records the decisions of the call; None if nothing does."""
 
     def __init__(self, call: Call):
         self.call = call
 
     @abstractmethod
-    def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+    def refuse(self) -> None:
         """Refuse what cannot work in this mode, before anything runs.
-
-        Args:
-            settings: The generation config of the call.
-            arguments: Arguments of `generate` that are no generation options, by name.
 
         Raises:
             ConfigurationError: If something of it is asked for.
@@ -45,20 +45,17 @@ class Mode(ABC):
         """The mode to go on with, now that the processors of the call are known."""
         return self
 
-    def processors(
-        self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
-    ) -> Sequence[Any]:
+    def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Put the mode's processors around those of the call: here, none.
 
         Args:
             stock: The call's processors, the user's included.
-            settings: The prepared generation config.
             prompt_ids: The primary's prompt ids, a row for each row that is decoded, of shape `(num_rows, length)`.
             prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
         """
         return stock
 
-    def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:
+    def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
         """Put the mode's criteria around those of the call."""
         return stock
 
@@ -66,8 +63,18 @@ class Mode(ABC):
         """Write, greedily or sampling."""
         return loop.run()
 
-    def fill(self, output: Any, settings: GenerationConfig) -> None:
-        """Put into an output object what the mode knows beside the ids: here, the decisions."""
+    def fill(self, output: Any) -> None:
+        """Put into an output object what the mode knows beside the ids."""
+        settings = self.call.settings
+        if self.decoder is not None:
+            output["num_forwards"] = self.decoder.num_forwards
+            if settings.output_logits:
+                output["logits"] = tuple(self.decoder.logits_rows)
+            # Where the stock loop chooses, it has the scores already.
+            if settings.output_scores and self.decoder.scores_rows:
+                output["scores"] = tuple(self.decoder.scores_rows)
+            if settings.num_beams in (None, 1):
+                output["share_ensembled"] = self.decoder.share_ensembled
         if self.recorder is not None:
             output["decisions"] = self.recorder.decisions(output.sequences)
 

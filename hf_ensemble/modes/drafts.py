@@ -1,16 +1,15 @@
 """Deciding with drafts: several tokens are drafted, and all members check them in one forward pass each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..decoding.loop import Loop
 from ..decoding.row_processors import needs_whole_batch
 from ..decoding.speculation.decoder import SpeculativeDecoder
 from ..decoding.speculation.draft_length import DraftLength
-from ..decoding.speculation.options import Speculation, obstacle_to_drafts, whole_batch_obstacle
+from ..decoding.speculation.options import Speculation, whole_batch_obstacle
 from ..scoring.likelihoods import Batch, Found
 from .base import Mode
 
@@ -23,39 +22,16 @@ class DraftMode(Mode):
         speculation: Who drafts.
     """
 
-    _decoder: SpeculativeDecoder
+    decoder: SpeculativeDecoder
 
     def __init__(self, plain: Mode, speculation: Speculation):
         super().__init__(plain.call)
         self._plain = plain
         self._speculation = speculation
 
-    @classmethod
-    def or_plain(cls, plain: Mode, name: str, settings: GenerationConfig, arguments: Mapping[str, Any]) -> Mode:
-        """Make this mode, unless something stands against it and `name` leaves it open to decode plainly.
-
-        Args:
-            plain: The mode of the call without drafts.
-            name: What `speculation` asks for.
-            settings: The generation config of the call.
-            arguments: As for `refuse`.
-
-        Raises:
-            ConfigurationError: If there is no such drafter, or drafts cannot be used.
-        """
-        call = plain.call
-        speculation = Speculation(name, call.members)
-        if call.is_by_primary and speculation.is_auto:
-            return plain
-        found = obstacle_to_drafts(call, settings, arguments["synced_gpus"])
-        if found is not None:
-            speculation.refuse(found)
-            return plain
-        return cls(plain, speculation)
-
-    def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+    def refuse(self) -> None:
         """Refuse what the plain mode refuses."""
-        self._plain.refuse(settings, arguments)
+        self._plain.refuse()
 
     def for_processors(self, stock: Sequence[Any], num_rows: int) -> Mode:
         """Decode plainly where a processor has to see all rows at once."""
@@ -67,42 +43,34 @@ class DraftMode(Mode):
 
     def sample(self, loop: Loop) -> Any:
         """Decide round by round, and write what is decided id by id."""
-        call, settings, speculation = self.call, loop.settings, self._speculation
+        call, speculation = self.call, self._speculation
         members = call.members
-        method = call.method(settings)
+        method = call.method()
         num_parameters = [member.model.num_parameters() for member in members]
         participants = tuple(sorted(call.weights.participants))
         drafters = speculation.drafters(participants, num_parameters)
         kind = (call.config, call.is_by_primary, speculation.name, participants, len(loop.input_ids), method.device)
 
-        def new_draft_length() -> DraftLength:
-            running = sum(num_parameters[index] for index in participants)
-            return DraftLength(
-                shares={members[index].name: num_parameters[index] / running for index in drafters},
-                # The first three also capture graphs, of steps and of mixing.
-                num_trials=4 if any(members[index].is_captured for index in participants) else 1,
-            )
-
-        draft_length = call.kept.take_draft_length(kind, new_draft_length)
-        self._decoder = SpeculativeDecoder(call, loop, method, drafters, speculation.uses_ngrams, draft_length)
-        try:
-            ids = loop.write(self._decoder.next_ids)
-        finally:
-            self._decoder.close()
-        call.kept.keep_draft_length(kind, draft_length)
-        if not settings.return_dict_in_generate:
-            return ids
-        return GenerateDecoderOnlyOutput(
-            sequences=ids,  # type: ignore[arg-type]
-            scores=tuple(self._decoder.scores_rows) if settings.output_scores else None,  # type: ignore[arg-type]
-            logits=tuple(self._decoder.logits_rows) if settings.output_logits else None,  # type: ignore[arg-type]
+        running = sum(num_parameters[index] for index in participants)
+        draft_length = call.kept.draft_lengths.pop(kind, None) or DraftLength(
+            shares={members[index].name: num_parameters[index] / running for index in drafters},
+            # The first three also capture graphs, of steps and of mixing.
+            num_trials=4 if any(members[index].is_captured for index in participants) else 1,
         )
+        self.decoder = SpeculativeDecoder(call, loop, method, drafters, speculation.uses_ngrams, draft_length)
+        try:
+            ids = loop.write(self.decoder.next_ids)
+        finally:
+            self.decoder.close()
+        call.kept.keep_draft_length(kind, draft_length)
+        if not loop.settings.return_dict_in_generate:
+            return ids
+        return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
 
-    def fill(self, output: Any, settings: GenerationConfig) -> None:
-        """Put in forward passes, shares, and what came of the drafts."""
-        output["num_forwards"] = self._decoder.num_forwards
-        output["share_ensembled"] = self._decoder.share_ensembled
-        output["speculation"] = self._decoder.stats
+    def fill(self, output: Any) -> None:
+        """Put in what came of the drafts too."""
+        super().fill(output)
+        output["speculation"] = self.decoder.stats
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Drafts change nothing of what is likely."""

@@ -1,55 +1,55 @@
 """The primary alone: its own `generate` runs as it is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from ..decoding.call import end_ids
-from ..decoding.hooks import FollowingCriteriaList, Hook
 from ..methods.base import MemberMaps, eos_ids_of
 from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found, score_alone
 from .base import Mode
+from .stock_loop import FollowingCriteriaList
 
 
 class PrimaryMode(Mode):
     """The primary has all the weight, and decides every token."""
 
-    def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+    def refuse(self) -> None:
         """Nothing: what the primary can do by itself it can do here."""
 
-    def processors(
-        self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
-    ) -> Sequence[Any]:
+    def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Leave them as they are, but for what records decisions."""
         call = self.call
         if call.num_decision_entries is None:
             return stock
-        ends = eos_ids_of(call.members[:1], end_ids(settings))[0]
+        ends = eos_ids_of(call.members[:1], end_ids(call.settings))[0]
         maps = MemberMaps(call.kept.union, 0, ends, prompt_ids.device)
-        self.recorder = DecisionRecorder(call.members, [maps], prompt_ids, prompt_mask, call.num_decision_entries)
-        return [Hook(self._take), *stock]
+        recorder = DecisionRecorder(call.members, [maps], prompt_ids, prompt_mask, call.num_decision_entries)
+        self.recorder = recorder
 
-    def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:
+        def take(input_ids: Tensor, scores: Tensor) -> Tensor:
+            weights = torch.eye(len(call.members))[:1].expand(len(scores), -1)
+            logits = scores.float()
+            recorder.take([logits], logits.log_softmax(-1), weights, weights != 0)
+            return scores
+
+        return [take, *stock]
+
+    def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
         """Let the recorder see what is written."""
-        if self.recorder is None:
+        recorder = self.recorder
+        if recorder is None:
             return stock
-        return FollowingCriteriaList(stock, self._record)
 
-    def _take(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        assert self.recorder is not None
-        weights = torch.eye(len(self.call.members))[:1].expand(len(scores), -1)
-        logits = scores.float()
-        self.recorder.take([logits], logits.log_softmax(-1), weights, weights != 0)
-        return scores
+        def record(input_ids: Tensor, done: Tensor) -> Tensor:
+            recorder.choose(input_ids[:, -1], done)
+            return done
 
-    def _record(self, input_ids: Tensor, done: Tensor) -> Tensor:
-        assert self.recorder is not None
-        self.recorder.choose(input_ids[:, -1], done)
-        return done
+        return FollowingCriteriaList(stock, record)
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Score by the primary's own distribution."""

@@ -1,10 +1,9 @@
 """Deciding span by span: members propose spans of words, score one another's, and the best is written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig
 
 from ..decoding.call import Call
 from ..decoding.loop import Loop
@@ -15,8 +14,8 @@ from ..errors import ConfigurationError
 from ..scoring.likelihoods import Batch, Found, score_by_spans
 from .base import Mode
 
-_ANY_VOCABULARY = {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"}
-"""Processors that know ids by the text before them only, so that they act on any member's own."""
+_ACTING_ANYWHERE = WARPERS | {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"}
+"""Processors that know ids by the text before them only, if at all, so that they act on any member's own."""
 
 _EARLY_END_PROCESSORS = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
 
@@ -26,14 +25,19 @@ class SpanMode(Mode):
 
     def __init__(self, call: Call):
         super().__init__(call)
-        call.weights.refuse_varying(call.config.name)
+        if call.weights.varies or call.weights.num_rows > 1:
+            raise ConfigurationError(
+                f"method {call.config.name!r} does not mix by weights: give one weight per member (0 leaves it out), not "
+                "one for each row or step."
+            )
 
-    def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+    def refuse(self) -> None:
         """Refuse what needs a distribution over tokens, or another loop."""
         no_distribution = "a span has no distribution over tokens; see `rounds` of the output"
         outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         knows_primary = "it knows the primary's ids only, but every member proposes"
         rolled_back = "rejected spans are rolled back, which takes a dynamic cache"
+        settings, arguments = self.call.settings, self.call.arguments
         prefixes, cache = arguments["prefix_allowed_tokens_fn"], settings.cache_implementation
         refuse(
             [
@@ -44,16 +48,10 @@ class SpanMode(Mode):
                 Obstacle(cache not in (None, "dynamic"), "`cache_implementation`", rolled_back),
                 Obstacle(self.call.has_cache, "`past_key_values`", "the members keep caches of their own"),
             ],
-            self._name,
+            f"method {self.call.config.name!r}",
         )
 
-    @property
-    def _name(self) -> str:
-        return f"method {self.call.config.name!r}"
-
-    def processors(
-        self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
-    ) -> Sequence[Any]:
+    def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Keep those that act on every member's proposals; refuse those that know the primary's ids only."""
         # How early a text may end is counted in the primary's ids: see `SpanDecoder`.
         kept = [item for item in stock if type(item).__name__ not in _EARLY_END_PROCESSORS]
@@ -61,13 +59,12 @@ class SpanMode(Mode):
         kept = [counting_all(item) for item in kept]
         writing = {0, *self.call.weights.participants}
         fingerprints = {self.call.members[index].encoder.token_bytes.fingerprint for index in writing}
-        for item in kept:
-            name = type(item).__name__
-            if name not in WARPERS | _ANY_VOCABULARY and len(fingerprints) > 1:
-                raise ConfigurationError(
-                    f"the logits processor {name} cannot be used with {self._name} unless all members have the same "
-                    "tokenizer: it knows the primary's ids only, but every member proposes in its own."
-                )
+        names = (type(item).__name__ for item in kept if len(fingerprints) > 1)
+        knows_primary = "it knows the primary's ids only, but every member proposes in its own"
+        refuse(
+            (Obstacle(name not in _ACTING_ANYWHERE, f"the logits processor {name}", knows_primary) for name in names),
+            f"method {self.call.config.name!r} unless all members have the same tokenizer",
+        )
         return kept
 
     def sample(self, loop: Loop) -> Any:

@@ -1,6 +1,7 @@
 """The hooks of the stock `generate`: the primary runs in its loop, and the call's mode does the rest."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,37 +17,31 @@ from .base import Mode
 WAITS = "primary_waits"
 """Marks the forward passes of the decoding loop in which the primary does not run; its own state does, if needed."""
 
-
-@dataclass
-class Running:
-    """The mode of a call while it runs; another may take over once the processors are known."""
-
-    mode: Mode
-
-    def filled(self, output: Any, settings: GenerationConfig) -> Any:
-        """What `generate` returns: ids as they are, an output object with what the mode puts in."""
-        if not isinstance(output, Tensor):
-            self.mode.fill(output, settings)
-        return output
+_mode: ContextVar[Mode | None] = ContextVar("mode", default=None)
+"""The mode of the call of `generate` that runs here; another may take over once the processors are known."""
 
 
-class CallProcessors(LogitsProcessorList):
-    """The processors of a call, which carry its mode from hook to hook."""
+class FollowingCriteriaList(StoppingCriteriaList):
+    """Stopping criteria after which somebody takes up the step's ids, before any streamer sees them.
 
-    running: Running
+    A row that has ended stays so, whatever the criteria answer for its later ids.
 
+    Args:
+        criteria: The criteria of the call.
+        follow: Takes all ids so far, of shape `(batch_size, length)`, and which rows have ended, of shape
+            `(batch_size,)`; returns which have now.
+    """
 
-class CallCriteria(StoppingCriteriaList):
-    """The user's criteria, which carry the call's mode to the hook that adds to them."""
+    def __init__(self, criteria: StoppingCriteriaList, follow: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__(criteria)
+        self._follow = follow
+        self._done: Tensor | None = None
 
-    running: Running
-
-
-def carrying(kind: Any, items: Any, running: Running) -> Any:
-    """A list of processors or criteria that carries a call's mode."""
-    carrier = kind(items or [])
-    carrier.running = running
-    return carrier
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
+        """Say which rows have ended, of shape `(batch_size,)`."""
+        done: Any = super().__call__(input_ids, scores, **kwargs)
+        self._done = self._follow(input_ids, done if self._done is None else self._done | done)
+        return self._done
 
 
 class StockLoopHooks:
@@ -72,24 +67,37 @@ class StockLoopHooks:
 
     # Of the mode
 
+    def _generate_in(self, mode: Mode, *args: Any, **kwargs: Any) -> Any:
+        """Run the stock `generate` with a mode, which puts into an output object what it knows."""
+        token = _mode.set(mode)
+        try:
+            output = super().generate(*args, **kwargs)  # type: ignore[misc]
+            last = _mode.get()
+        finally:
+            _mode.reset(token)
+        if last is not None and not isinstance(output, Tensor):
+            last.fill(output)
+        return output
+
     def _get_logits_processor(self, generation_config: Any, **kwargs: Any) -> LogitsProcessorList:
-        running = getattr(kwargs.get("logits_processor"), "running", None)
-        if running is None:
-            return super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc,no-any-return]
+        mode = _mode.get()
+        stock: LogitsProcessorList = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
+        if mode is None:
+            return stock
+        mode.call.settings = generation_config
         prompt_ids = kwargs["encoder_input_ids"]
         copies = max(generation_config.num_beams, generation_config.num_return_sequences)
-        running.mode.call.weights.expand(len(prompt_ids), copies)
-        stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
-        running.mode = running.mode.for_processors(stock, len(prompt_ids) * copies)
+        mode.call.weights.expand(len(prompt_ids), copies)
+        mode = mode.for_processors(stock, len(prompt_ids) * copies)
+        _mode.set(mode)
         mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
         rows = prompt_ids.repeat_interleave(copies, dim=0)
-        items = running.mode.processors(stock, generation_config, rows, mask)
-        return carrying(CallProcessors, items, running)  # type: ignore[no-any-return]
+        return LogitsProcessorList(mode.processors(stock, rows, mask))
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:
-        running = getattr(kwargs.get("stopping_criteria"), "running", None)
+        mode = _mode.get()
         criteria: StoppingCriteriaList = super()._get_stopping_criteria(**kwargs)  # type: ignore[misc]
-        return criteria if running is None else running.mode.criteria(criteria, kwargs["generation_config"])
+        return criteria if mode is None else mode.criteria(criteria)
 
     def _sample(
         self,
@@ -101,8 +109,8 @@ class StockLoopHooks:
     ) -> Any:
         stock = super()._sample  # type: ignore[misc]
         loop = Loop(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, stock)
-        running = getattr(logits_processor, "running", None)
-        return loop.run() if running is None else running.mode.sample(loop)
+        mode = _mode.get()
+        return loop.run() if mode is None else mode.sample(loop)
 
     # Of the primary
 
@@ -133,21 +141,16 @@ class StockLoopHooks:
         if position_ids is not None and member.max_positions is not None:
             # Rows that have ended are padded on, and their positions would run out of the table.
             position_ids = position_ids.clamp_max(member.max_positions - 1)
+        cache = past_key_values if cache is None else cache
         given = {
             "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
-            member.cache_keyword: cache if cache is not None else past_key_values,
+            member.cache_keyword: cache,
             "use_cache": use_cache,
-            "logits_to_keep": logits_to_keep,
         }
-        optional = {"position_ids", "logits_to_keep", "attention_mask"}
-        kwargs.update(
-            (key, value)
-            for key, value in given.items()
-            if value is not None and (key not in optional or member.accepts(key))
-        )
+        optional = {"attention_mask": attention_mask, "position_ids": position_ids, "logits_to_keep": logits_to_keep}
+        given |= {key: value for key, value in optional.items() if member.accepts(key)}
+        kwargs |= {key: value for key, value in given.items() if value is not None}
         if member.accepts("output_router_logits"):
             kwargs["output_router_logits"] = False
         try:

@@ -1,63 +1,56 @@
 """Deciding token by token: the stock loop, in which the primary's scores become the ensemble's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessor, StoppingCriteriaList
 
 from ..decoding.call import end_ids, keeps_rows
-from ..decoding.hooks import FollowingCriteriaList, Hook
 from ..decoding.loop import Loop
-from ..decoding.refusals import refuse_all_but_greedy
-from ..decoding.row_processors import split_at_warpers
+from ..decoding.refusals import Obstacle, refuse
+from ..decoding.row_processors import split_at_warpers, without_padding
 from ..decoding.token_decoder import TokenDecoder
-from ..decoding.unpadded_penalty import UnpaddedPenalty
 from ..errors import ConfigurationError
 from ..methods.base import TokenMethod
 from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found
 from ..scoring.token_batch import TokenBatch
 from .base import Mode
-from .stock_loop import WAITS
+from .stock_loop import WAITS, FollowingCriteriaList
 
 
 class TokenMode(Mode):
     """A token-level method decides every token."""
 
-    _decoder: TokenDecoder
+    decoder: TokenDecoder
 
-    def refuse(self, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+    def refuse(self) -> None:
         """Refuse sampling and beams where the method's options allow neither."""
-        refuse_all_but_greedy(settings, self.call.config)
+        config, settings = self.call.config, self.call.settings
+        beams = settings.num_beams
+        why = f"{config.greedy_only}. Pass `do_sample=False` and `num_beams=1`"
+        asked = [
+            Obstacle(settings.do_sample, f"`do_sample={settings.do_sample}`", why),
+            Obstacle(beams not in (None, 1), f"`num_beams={beams}`", why),
+        ]
+        refuse(asked if config.greedy_only else (), f"these options of method {config.name!r}")
 
-    def processors(
-        self, stock: Sequence[Any], settings: Any, prompt_ids: Tensor, prompt_mask: Tensor | None
-    ) -> Sequence[Any]:
+    def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Put the fusion first, and the decision over the union vocabulary last."""
-        call = self.call
+        call, settings = self.call, self.call.settings
         if call.config.draws_one:
             _refuse_all_but_plain_sampling(settings, stock)
         is_beam_search = settings.num_beams > 1
         constraints, warpers = split_at_warpers(stock)
-        method = call.method(settings)
+        method = call.method()
         is_wide = not is_beam_search and not constraints and method.is_wide
-        if call.num_decision_entries is not None:
+        entries = call.num_decision_entries
+        if entries is not None:
             self.recorder = DecisionRecorder(
-                call.members,
-                method.maps,
-                prompt_ids,
-                prompt_mask,
-                call.num_decision_entries,
-                is_wide,
-                method.reads_first_ids,
+                call.members, method.maps, prompt_ids, prompt_mask, entries, is_wide, method.reads_first_ids
             )
-        self._decoder = TokenDecoder(
+        self.decoder = TokenDecoder(
             call,
             method,
             prompt_ids,
@@ -65,51 +58,39 @@ class TokenMode(Mode):
             end_ids(settings),
             is_wide=is_wide,
             constraints=constraints,
-            runs_primary=self._primary_can_wait(settings, method),
+            runs_primary=self._primary_can_wait(method),
             keep_rows=keeps_rows(settings),
             recorder=self.recorder,
             max_new_tokens=settings.max_length - prompt_ids.shape[1],
         )
-        if prompt_mask is not None:
-            constraints = [
-                UnpaddedPenalty(item, prompt_mask) if isinstance(item, RepetitionPenaltyLogitsProcessor) else item
-                for item in constraints
-            ]
-        decoder = self._decoder
+        constraints = [without_padding(item, prompt_mask) for item in constraints]
+        decoder = self.decoder
         # Proposals decide alone wherever the last constraint leaves some of them.
-        settling = [Hook(decoder.settle)] if constraints and method.proposes_few else []
+        settling = [decoder.settle] if constraints and method.proposes_few else []
+        between = [*constraints, *settling, *warpers]
         if is_beam_search:
-            first = Hook(decoder.fuse_beams)
-            last = Hook(lambda _, scores: decoder.check_candidates(scores, settings.num_beams))
-        else:
-            first = Hook(lambda _, scores: decoder.fuse(scores))
-            last = Hook(lambda _, scores: decoder.select(scores, settings.do_sample))
-        return [first, *constraints, *settling, *warpers, last]
+            return [
+                decoder.fuse_beams,
+                *between,
+                lambda _, scores: decoder.check_candidates(scores, settings.num_beams),
+            ]
+        return [
+            lambda _, scores: decoder.fuse(scores),
+            *between,
+            lambda _, scores: decoder.select(scores, settings.do_sample),
+        ]
 
-    def criteria(self, stock: StoppingCriteriaList, settings: GenerationConfig) -> StoppingCriteriaList:
+    def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
         """Let the decoder follow what is written, unless rows move, as beams do."""
-        if settings.num_beams is not None and settings.num_beams > 1:
-            return stock
-        return FollowingCriteriaList(stock, self._decoder.receive)
+        return stock if self.call.settings.num_beams > 1 else FollowingCriteriaList(stock, self.decoder.receive)
 
     def sample(self, loop: Loop) -> Any:
         """Run the stock loop; the primary's own passes are left out where its state runs it."""
-        if self._decoder.rows.runs_primary:
+        if self.decoder.rows.runs_primary:
             for key in ("past_key_values", "cache"):
                 loop.kwargs.pop(key, None)
             loop.kwargs[WAITS] = True
         return loop.run()
-
-    def fill(self, output: Any, settings: GenerationConfig) -> None:
-        """Put in the ensemble's scores and logits, forward passes, shares and decisions."""
-        if settings.output_logits:
-            output["logits"] = tuple(self._decoder.logits_rows)
-        if settings.output_scores and self._decoder.scores_rows:
-            output["scores"] = tuple(self._decoder.scores_rows)
-        output["num_forwards"] = self._decoder.num_forwards
-        if settings.num_beams in (None, 1):
-            output["share_ensembled"] = self._decoder.share_ensembled
-        super().fill(output, settings)
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Score by the fused distribution of every step."""
@@ -117,9 +98,9 @@ class TokenMode(Mode):
         method = call.kept.method(call.config, end_ids)
         return TokenBatch(call.members, method, call.config, batch).score()
 
-    def _primary_can_wait(self, settings: Any, method: TokenMethod) -> bool:
+    def _primary_can_wait(self, method: TokenMethod) -> bool:
         """Whether the primary need not run in the decoding loop: not every step needs it, or its steps are captured."""
-        call = self.call
+        call, settings = self.call, self.call.settings
         gate = call.config.gate_rule
         needs_it = gate[0] == 0 if gate else 0 in call.weights.participants and not call.config.draws_one
         needs_it |= method.starts_from_primary

@@ -1,0 +1,207 @@
+"""What is to be saved or uploaded: everything is checked here, before anything is written."""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from transformers import GenerationConfig
+
+from ..config import EnsembleConfig, MemberConfig, normalize_weights
+from ..errors import ConfigurationError
+from ..members.member import Member
+from .adapters import active_adapters, base_model, obstacle_to_writing
+from .in_place import BUNDLE
+from .references import Place, is_local, paths_of, saved_path, with_paths
+
+ADAPTER_FOLDER = "adapter"
+"""Folder of a bundled member's adapter, within the member's."""
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """A save that has been found possible: all checks are done, nothing is written.
+
+    Attributes:
+        ensemble: What is saved.
+        config: Its configuration as it is written.
+        bundled: The members to write, by their folder within the ensemble's.
+    """
+
+    ensemble: Any
+    config: EnsembleConfig
+    bundled: dict[str, Member] = field(default_factory=dict)
+
+
+def plan_save(ensemble: Any, include_members: bool, folder: Path) -> SavePlan:
+    """Check that an ensemble can be saved to a folder.
+
+    Args:
+        ensemble: The ensemble.
+        include_members: Whether the members are written too.
+        folder: Where to.
+
+    Raises:
+        ConfigurationError: If a member came from nowhere and is not to be written, cannot be written, or would be
+            overwritten; or if a generation config cannot be saved.
+    """
+    for item, member in zip(ensemble.config.members, ensemble.member_views, strict=True):
+        subfolders = {"path": item.subfolder, "adapter": item.adapter_subfolder}
+        places = {Path(path, subfolders.get(key) or "").resolve() for key, path in paths_of(item).items()}
+        if folder in places:
+            raise ConfigurationError(
+                f"the ensemble cannot be saved to {str(folder)!r}: member {member.name!r} lies there, and its "
+                "configuration would be overwritten. Choose another folder."
+            )
+
+    def reference(item: MemberConfig, member: Member) -> MemberConfig:
+        return with_paths(item, lambda path: saved_path(path, folder))
+
+    plan = _plan_bundle(ensemble) if include_members else _plan_references(ensemble, reference)
+    _check_folder(folder, plan)
+    return plan
+
+
+def _check_folder(folder: Path, plan: SavePlan) -> None:
+    """Refuse to write over what is no saved ensemble."""
+    config = None
+    with contextlib.suppress(OSError, ValueError):
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    if isinstance(config, dict) and config.get("model_type") == EnsembleConfig.model_type:
+        return
+    there = ["config.json"] if isinstance(config, dict) else []
+    there += [place for place in plan.bundled if (folder / place).exists()]
+    if there:
+        raise ConfigurationError(
+            f"the ensemble cannot be saved to {str(folder)!r}: {there[0]!r} lies there, is part of no saved ensemble, and "
+            "would be overwritten. Choose another folder."
+        )
+
+
+def plan_push(ensemble: Any, include_members: bool, api: HfApi) -> SavePlan:
+    """Check that an ensemble can be uploaded, and pin the commits of its members.
+
+    Args:
+        ensemble: The ensemble.
+        include_members: Whether the members are uploaded too.
+        api: The Hub, asked for the commit of a member whose own is not known.
+
+    Raises:
+        ConfigurationError: If a member lies on this machine and is not to be uploaded, or is not found on the Hub; and
+            as for `plan_save`.
+    """
+
+    def reference(item: MemberConfig, member: Member) -> MemberConfig:
+        for key, path in paths_of(item).items():
+            if is_local(path):
+                what = "member" if key == "path" else f"the {key} of member"
+                raise ConfigurationError(
+                    f"{what} {member.name!r} lies in a folder of this machine, so others could not load what is pushed. "
+                    "Pass `include_members=True`, or load the member by its Hub id."
+                )
+        commits: dict[str, Any] = {"revision": item.commit or _commit_on_hub(Place.of_model(item), member, api)}
+        if item.adapter is not None:
+            commits["adapter_revision"] = item.adapter_commit or _commit_on_hub(Place.of_adapter(item), member, api)
+        return dataclasses.replace(item, **commits)
+
+    return _plan_bundle(ensemble) if include_members else _plan_references(ensemble, reference)
+
+
+def _plan_references(ensemble: Any, reference: Callable[[MemberConfig, Member], MemberConfig]) -> SavePlan:
+    """Every member as it is to be found again, if what its configuration names is the member."""
+    items = []
+    for item, member in zip(ensemble.config.members, ensemble.member_views, strict=True):
+        if not item.path:
+            raise ConfigurationError(
+                f"member {member.name!r} was given as an object without an id or path, so there is nothing to save a "
+                "reference to. Pass `include_members=True`, or save it by itself first and load the ensemble from there."
+            )
+        adapters = active_adapters(member.model)
+        if len(adapters) > (item.adapter is not None):
+            raise ConfigurationError(
+                f"member {member.name!r} carries adapters ({', '.join(adapters)}) that its reference {item.path!r} does not "
+                "name, so they would be lost. Pass `include_members=True`, or name the one: `MemberConfig(adapter=...)`."
+            )
+        items.append(reference(item, member))
+    return SavePlan(ensemble, _checked_config(ensemble, items))
+
+
+def _plan_bundle(ensemble: Any) -> SavePlan:
+    """Every distinct pair of model and tokenizer once, in a folder named after the member."""
+    places: dict[tuple[int, int], str] = {}
+    bundled: dict[str, Member] = {}
+    items = []
+    for item, member in zip(ensemble.config.members, ensemble.member_views, strict=True):
+        key = (id(member.model), id(member.tokenizer))
+        if key not in places:
+            _check_writable(member)
+            name = re.sub(r"[^\w.-]+", "-", member.name).strip(".-") or "member"
+            names = [name, *(f"{name}-{number}" for number in range(2, len(ensemble.member_views) + 2))]
+            # Some file systems take names that differ in case for the same.
+            taken = {place.casefold() for place in bundled}
+            place = next(place for name in names if (place := f"{BUNDLE}/{name}").casefold() not in taken)
+            places[key] = place
+            bundled[place] = member
+        adapter = f"./{places[key]}/{ADAPTER_FOLDER}" if active_adapters(member.model) else None
+        own = {key: getattr(item, key) for key in ("name", "eos_token_id", "chat_template", "system_prompt")}
+        items.append(MemberConfig(path=f"./{places[key]}", adapter=adapter, **own))
+    return SavePlan(ensemble, _checked_config(ensemble, items), bundled)
+
+
+def _check_writable(member: Member) -> None:
+    model = base_model(member.model)
+    quantizer = getattr(model, "hf_quantizer", None)
+    obstacle = obstacle_to_writing(member.model)
+    if obstacle is None and quantizer is not None and not is_from_gguf(model) and not quantizer.is_serializable():
+        obstacle = "is quantised in a way that cannot be written. Name it by its Hub id or path instead"
+    if obstacle is not None:
+        raise ConfigurationError(f"member {member.name!r} cannot be included: it {obstacle}.")
+    _check_generation_config(getattr(model, "generation_config", None), f"member {member.name!r}'s")
+
+
+def _check_generation_config(config: GenerationConfig | None, whose: str) -> None:
+    try:
+        if config is not None:
+            config.validate(strict=True)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{whose} generation config cannot be saved: {error} Change its `generation_config` first."
+        ) from error
+
+
+def _checked_config(ensemble: Any, items: list[MemberConfig]) -> EnsembleConfig:
+    config: EnsembleConfig = copy.deepcopy(ensemble.config)
+    # Members may have been cast since they were loaded.
+    pairs = zip(items, ensemble.member_views, strict=True)
+    config.members = [dataclasses.replace(item, dtype=member.model.dtype) for item, member in pairs]
+    config.architectures = [type(ensemble).__name__]
+    if config.weights is not None:
+        normalize_weights(config.weights, len(items), config.method.takes_weights_as_given)
+        config.weights = [float(weight) for weight in config.weights]
+    _check_generation_config(ensemble.generation_config, "the ensemble's")
+    return config
+
+
+def _commit_on_hub(place: Place, member: Member, api: HfApi) -> str | None:
+    """The commit that the Hub gives now."""
+    try:
+        return api.model_info(place.path, revision=place.revision).sha
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ConfigurationError(
+            f"member {member.name!r} cannot be pinned: the Hub does not give a commit of {place.path!r}: {error} Check "
+            "the id, `MemberConfig.revision` and `token`, or pass `include_members=True`."
+        ) from error
+
+
+def is_from_gguf(model: Any) -> bool:
+    """Whether a model was read from a GGUF file, so that its weights are unpacked and it still claims to be quantised."""
+    found = getattr(model.config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return getattr(method, "value", method) == "gguf"
