@@ -19,7 +19,7 @@ from ..vocabulary.anchors import AnchorTokens
 from ..vocabulary.context import Resync
 from ..vocabulary.relative import RelativeRows, TakenRows, inverse_norms
 from ..vocabulary.union import UnionVocabulary
-from .base import Mixed, TokenMethod, versions_of
+from .base import EosIds, Mixed, TokenMethod, versions_of
 
 _SHARPNESS = 100.0
 _BETAS = (0.9, 0.999)
@@ -92,7 +92,7 @@ class DeepenConfig(MethodConfig):
         return None
 
     def build(
-        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device
     ) -> TokenMethod:
         """Build the method; see `MethodConfig.build`."""
         embeddings = [member.model.get_input_embeddings() for member in members]
@@ -133,7 +133,7 @@ class Deepen(TokenMethod):
     def __init__(
         self,
         union: UnionVocabulary,
-        eos_ids: Sequence[Sequence[int]],
+        eos_ids: EosIds,
         device: torch.device,
         embeddings: Sequence[nn.Module],
         config: DeepenConfig,

@@ -16,7 +16,7 @@ from ..mixing import merge_duplicates, normalize_, top_entries
 from ..vocabulary.alignment import load_or_build_similar
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
-from .base import Mixed, TokenMethod, versions_of
+from .base import EosIds, Mixed, TokenMethod, versions_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EvaConfig(MethodConfig):
             raise ConfigurationError(f"`min_similarity` has to be a positive number, but is {least!r}.")
 
     def build(
-        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device
     ) -> TokenMethod:
         """Build the method; see `MethodConfig.build`."""
 
@@ -93,7 +93,7 @@ class Eva(TokenMethod):
     def __init__(
         self,
         union: UnionVocabulary,
-        eos_ids: Sequence[Sequence[int]],
+        eos_ids: EosIds,
         device: torch.device,
         output_embeddings: Callable[[], Sequence[Tensor]],
         neighbours: int = 10,
