@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..config import METHODS, MethodConfig, check_positive_integer, is_number
+from ..config import METHODS, MethodConfig, check_option, check_positive_integer, is_integer, is_number
 from ..errors import ConfigurationError, VocabularyError
 from ..members.cuda_graphs import Captured
 from ..members.member import Member
@@ -66,21 +66,15 @@ class DeepenConfig(MethodConfig):
     only."""
 
     def __post_init__(self) -> None:
-        if self.variant not in get_args(DeepenVariant):
-            raise ConfigurationError(
-                f"`variant` has to be one of {', '.join(get_args(DeepenVariant))}, but is {self.variant!r}."
-            )
+        variants, rate, skips = get_args(DeepenVariant), self.learning_rate, self.skip_on_agreement
+        check_option("variant", self.variant, self.variant in variants, f"one of {', '.join(variants)}")
         check_positive_integer("num_steps", self.num_steps)
         for name in ("num_anchors", "support"):
             if getattr(self, name) is not None:
                 check_positive_integer(name, getattr(self, name))
-        if not isinstance(self.anchor_seed, int) or isinstance(self.anchor_seed, bool):
-            raise ConfigurationError(f"`anchor_seed` has to be an integer, but is {self.anchor_seed!r}.")
-        rate = self.learning_rate
-        if not (is_number(rate) and 0 < rate <= 1):
-            raise ConfigurationError(f"`learning_rate` has to be above 0 and at most 1, but is {rate!r}.")
-        if not isinstance(self.skip_on_agreement, bool):
-            raise ConfigurationError(f"`skip_on_agreement` has to be a bool, but is {self.skip_on_agreement!r}.")
+        check_option("anchor_seed", self.anchor_seed, is_integer(self.anchor_seed), "an integer")
+        check_option("learning_rate", rate, is_number(rate) and 0 < rate <= 1, "above 0 and at most 1")
+        check_option("skip_on_agreement", skips, isinstance(skips, bool), "a bool")
 
     @property
     def greedy_only(self) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..config import METHODS, GatedConfig, is_number
+from ..config import METHODS, GatedConfig, check_option, is_number
 from ..errors import ConfigurationError
 from ..members.member import Member
 from ..mixing import merge_duplicates, normalize_, put_eos
@@ -37,15 +37,14 @@ class GacConfig(GatedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.space not in ("linear", "log"):
-            raise ConfigurationError(f"`space` has to be 'linear' or 'log', but is {self.space!r}.")
+        check_option("space", self.space, self.space in ("linear", "log"), "'linear' or 'log'")
         if self.alpha is not None:
             if self.space != "log":
                 raise ConfigurationError(f'`alpha` is {self.alpha!r}, but does nothing without `space="log"`.')
-            if not (is_number(self.alpha) and 0 <= self.alpha <= 1):
-                raise ConfigurationError(f"`alpha` has to be a number from 0 to 1, or None, but is {self.alpha!r}.")
-        if self.strategy not in (None, "mixture_sampling"):
-            raise ConfigurationError(f"`strategy` has to be 'mixture_sampling' or None, but is {self.strategy!r}.")
+            is_share = is_number(self.alpha) and 0 <= self.alpha <= 1
+            check_option("alpha", self.alpha, is_share, "a number from 0 to 1, or None")
+        is_known = self.strategy in (None, "mixture_sampling")
+        check_option("strategy", self.strategy, is_known, "'mixture_sampling' or None")
         if self.strategy is not None and (self.threshold is not None or self.space != "linear"):
             other = "a `threshold`" if self.threshold is not None else '`space="log"`'
             raise ConfigurationError(
