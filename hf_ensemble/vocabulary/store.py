@@ -59,9 +59,8 @@ def save_arrays(key: str, arrays: dict[str, np.ndarray]) -> None:
         try:
             save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary)
             os.replace(temporary, folder / f"{key}.safetensors")
-        except BaseException:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
     except (OSError, SafetensorError) as error:
         messages.warn(
             f"cannot store vocabulary maps in {folder} ({error}): they are built again next time. "
