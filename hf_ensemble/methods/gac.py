@@ -181,13 +181,12 @@ class ProductOfExperts(TokenMethod):
         self.proposes_few = bool(alpha)
         self.alpha = alpha
         is_control = torch.as_tensor(union.encoders[0].token_bytes.kinds == CONTROL, device=device)
-        ids = torch.arange(union.primary_size, device=device)
-        self._no_entry = (is_control | (self.maps[0].from_union[: union.primary_size] != ids)).nonzero()[:, 0]
+        # EOS, the last, is always among what is chosen from; the primary's control tokens, which it is one of, are not.
+        self._has = [functional.pad(maps.from_union[:-1] >= 0, (0, 1), value=True) for maps in self.maps]
+        self._has[0][: union.primary_size] &= ~is_control
         is_control[self.maps[0].eos_ids] = False
         self._primary_control = is_control.nonzero()[:, 0]  # but EOS
         self._reads = [(at.clamp_min(0), at < 0) for at in (maps.read_from() for maps in self.maps)]
-        # EOS, the last, is always among what is chosen from.
-        self._has = [functional.pad(maps.from_union[:-1] >= 0, (0, 1), value=True) for maps in self.maps]
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`. Weights need not sum to 1."""
@@ -197,7 +196,6 @@ class ProductOfExperts(TokenMethod):
         proposed = torch.zeros_like(fused, dtype=torch.bool)
         for index, has in enumerate(self._has):
             proposed |= (weights[:, index, None] != 0) & has
-        proposed.index_fill_(1, self._no_entry, False)
         normalizers = torch.zeros_like(weights)
         logits = [primary.index_fill(1, self._primary_control, -torch.inf), *logits[1:]]
         for index, masked in self.taking_part(logits, normalizers):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,14 +10,8 @@ from torch import Tensor
 from ..members.member import Member
 from .decision import texts_of_pieces
 
-
-class Piece(NamedTuple):
-    """What one decision writes; see `Decision` for the fields."""
-
-    ids: tuple[int, ...]
-    data: bytes
-    text: str
-    control: str
+Piece: TypeAlias = tuple[tuple[int, ...], bytes, str, str]
+"""What one decision writes: the first fields of `Decision`, ids, data, text and control."""
 
 
 def name_of(member: Member, i: int) -> str:
@@ -32,7 +26,7 @@ def pieces_of(primary: Member, ids_of_decisions: Sequence[Sequence[int]]) -> lis
     """Say what the primary's ids of each decision of a row write."""
     written = [primary.encoder.token_bytes.write(ids) for ids in ids_of_decisions]
     return [
-        Piece(tuple(ids), data, text, "".join(name_of(primary, i) for i in ids if primary.is_control(i)))
+        (tuple(ids), data, text, "".join(name_of(primary, i) for i in ids if primary.is_control(i)))
         for ids, data, text in zip(ids_of_decisions, written, texts_of_pieces(written), strict=True)
     ]
 

@@ -71,7 +71,6 @@ class DecisionRecorder:
         self._prompts = prompts_of(self.members[0], self.prompt_ids, self.prompt_mask)
         # Log-probabilities of the ensemble and of the members that count, kept until the choice is known.
         self._pending: tuple[Tensor, dict[int, Tensor], _Step] | None = None
-        self._num_steps = 0
         self._steps: list[_Step] = []
         self._done: list[Tensor] = []
 
@@ -107,7 +106,7 @@ class DecisionRecorder:
             if one is not None and bool(heard[:, index].any()):
                 maps = self.maps[index]
                 logprobs[index] = (one if maps.takes_all else one + maps.mask).log_softmax(-1)
-        step = _Step(self._num_steps, weights, heard, closed, queued, list(logprobs))
+        step = _Step(len(self._done), weights, heard, closed, queued, list(logprobs))
         self._pending = fused, logprobs, step
 
     def choose(self, chosen: Tensor, done: Tensor) -> None:
@@ -118,7 +117,6 @@ class DecisionRecorder:
             done: Rows that have ended, of shape `(batch_size,)`.
         """
         self._done.append(done)
-        self._num_steps += 1
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -163,10 +161,10 @@ class DecisionRecorder:
             sequences: The output of the call, prompts included, of shape `(batch_size, length)`.
         """
         self._move_to_host()
-        written = sequences[:, sequences.shape[1] - self._num_steps :].tolist()
+        written = sequences[:, sequences.shape[1] - len(self._done) :].tolist()
         ended = torch.stack(self._done).cpu() if self._done else torch.zeros(0, len(written), dtype=torch.bool)
         # The step in which a row ends still writes in it; later ones do not.
-        lengths = (~ended).long().cumprod(0).sum(0).add(1).clamp_max(self._num_steps).tolist()
+        lengths = (~ended).long().cumprod(0).sum(0).add(1).clamp_max(len(self._done)).tolist()
         rows = []
         for row, length in enumerate(lengths):
             steps = [step for step in self._steps if step.number < length and row not in step.queued]

@@ -100,15 +100,16 @@ class ByteEncoder:
         """
         if start:
             text = self._views.with_start_space(text)
-        missing = self._missing_bytes
-        if not missing or len(data := text.encode("utf-8", "replace")) == len(data.translate(None, missing)):
+        unwritable = self._unwritable_chars(text)
+        if not unwritable:
             return self._encode_view(self._views.continuation, text)
         ids: list[int] = []
-        for run in re.split(f"([{re.escape(''.join(sorted(self._unwritable_chars(text))))}])", text):
-            if run and len(run.encode("utf-8").translate(None, missing)) == len(run.encode("utf-8")):
-                ids += self._encode_view(self._views.continuation, run)
-            elif run:
+        # Every second run is one of them.
+        for n, run in enumerate(re.split(f"([{re.escape(''.join(sorted(unwritable)))}])", text)):
+            if n % 2:
                 ids += self._replace_missing(run.encode("utf-8"))
+            elif run:
+                ids += self._encode_view(self._views.continuation, run)
         return ids
 
     def encode_context_bytes(self, data: bytes) -> list[int]:
@@ -123,8 +124,7 @@ class ByteEncoder:
 
     def replace_unwritable(self, text: str) -> str:
         """Put U+FFFD in place of every character that this tokenizer would lose."""
-        missing = self._unwritable_chars(text) if self._missing_bytes else ()
-        return text.translate({ord(char): _REPLACEMENT for char in missing})
+        return text.translate({ord(char): _REPLACEMENT for char in self._unwritable_chars(text)})
 
     def byte_tokens(self, data: bytes) -> list[int] | None:
         """Encode bytes as one token a byte, or None if this tokenizer lacks one of them."""
@@ -172,8 +172,10 @@ class ByteEncoder:
         return self.token_bytes.missing_bytes
 
     def _unwritable_chars(self, text: str) -> set[str]:
-        missing = set(self._missing_bytes)
-        return {char for char in set(text) if not missing.isdisjoint(char.encode("utf-8", "replace"))}
+        missing = self._missing_bytes
+        if not missing or len(data := text.encode("utf-8", "replace")) == len(data.translate(None, missing)):
+            return set()
+        return {char for char in set(text) if not set(missing).isdisjoint(char.encode("utf-8", "replace"))}
 
     def _replace_missing(self, data: bytes) -> list[int]:
         """Write bytes that are no text here: byte tokens, and what stands for U+FFFD where there is none."""
