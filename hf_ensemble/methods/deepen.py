@@ -137,16 +137,14 @@ class Deepen(TokenMethod):
         self.config = config
         self.anchors = AnchorTokens(union, config.num_anchors, config.anchor_seed)
         self._embeddings = list(embeddings)
-        self._versions = self._versions_of_embeddings()
+        self._versions: list[tuple[Any, ...]] = []
         with _turn(self._devices()):
             self._build_rows()
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""
         with _turn(self._devices()):
-            if (versions := self._versions_of_embeddings()) != self._versions:
-                self._versions = versions
-                self._build_rows()
+            self._build_rows()
             size = self._rows_at_once or len(weights)
             parts = [
                 self._mix_part([None if one is None else one[n : n + size] for one in logits], weights[n : n + size])
@@ -166,7 +164,11 @@ class Deepen(TokenMethod):
     # The rows of the relative representation
 
     def _build_rows(self) -> None:
-        """Prepare every member's rows. Embeddings of zeros are masked, and no anchors."""
+        """Prepare every member's rows, if embeddings have changed. Those of zeros are masked, and no anchors."""
+        versions = versions_of([module.weight for module in self._embeddings])  # type: ignore[misc]
+        if versions == self._versions:
+            return
+        self._versions = versions
         weights = [
             _checked_weight(module, index, len(self.maps[index].mask)) for index, module in enumerate(self._embeddings)
         ]
@@ -205,9 +207,6 @@ class Deepen(TokenMethod):
 
     def _devices(self) -> set[torch.device]:
         return {self.device, *(module.weight.device for module in self._embeddings)}  # type: ignore[arg-type]
-
-    def _versions_of_embeddings(self) -> list[tuple[Any, ...]]:
-        return versions_of([module.weight for module in self._embeddings])  # type: ignore[misc]
 
     def _keep(self, index: int, ids: Tensor, is_asked: Tensor, num_missing: int) -> None:
         """Form the rows of some ids that one member lacks, unless they are so many that they are formed at each use."""

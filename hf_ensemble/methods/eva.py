@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import METHODS, MethodConfig, check_option, check_positive_integer, is_number
 from ..errors import ConfigurationError
 from ..members.member import Member
-from ..mixing import merge_duplicates, normalize_, top_entries
+from ..mixing import merge_duplicates, normalize_, top_entries, top_entries_of_each
 from ..vocabulary.alignment import load_or_build_similar
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
@@ -151,17 +151,15 @@ class Eva(TokenMethod):
             weights: Of shape `(batch_size, num_members)`.
         """
         k = min(self.config.filter_top_k, self.union.primary_size)
-        best = {index: top_entries(probs, k) for index, probs in moved.items()}
-        proposed = {
-            index: torch.where((values > 0) & (weights[:, index, None] > 0), ids, -1)
-            for index, (values, ids) in best.items()
-        }
+        values, best = top_entries_of_each(list(moved.values()), k)  # (M, B, k)
+        shares = torch.stack([weights[:, index] for index in moved])  # (M, B)
+        proposed = torch.where((values > 0) & (shares[..., None] > 0), best, -1)
+        is_among = (proposed == best[:, None, :, :1]).any(-1)  # (M, M, B): whose best is among whose
+        is_among &= ~torch.eye(len(moved), dtype=torch.bool, device=weights.device)[..., None]
         agreeing = torch.zeros_like(weights)
-        for index, (values, ids) in best.items():
-            others = [of_other for other, of_other in proposed.items() if other != index]
-            if others:
-                is_shared = (torch.cat(others, dim=-1) == ids[:, :1]).any(-1) & (values[:, 0] > 0)
-                agreeing[:, index] = torch.where(is_shared, weights[:, index], 0.0)
+        kept = torch.where(is_among.any(1) & (values[..., 0] > 0), shares, 0.0)
+        for index, of_member in zip(moved, kept, strict=True):
+            agreeing[:, index] = of_member
         return torch.where(agreeing.sum(-1, keepdim=True) > 0, agreeing, weights)
 
 

@@ -41,8 +41,7 @@ def names_of(members: Sequence[Member]) -> tuple[str, ...]:
 def prompts_of(primary: Member, ids: Tensor, mask: Tensor | None) -> tuple[str, ...]:
     """Give each row's prompt as text, control tokens by name; see `DecisionRecorder` for the arguments."""
     keep = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
-    if len(keep) != len(ids):
-        keep = keep.repeat_interleave(len(ids) // len(keep), dim=0)
+    keep = keep.repeat_interleave(len(ids) // len(keep), dim=0)
     rows = [list(compress(row, kept)) for row, kept in zip(ids.tolist(), keep.tolist(), strict=True)]
     decoded: list[str] = primary.tokenizer.batch_decode(rows, skip_special_tokens=False)
     return tuple(decoded)

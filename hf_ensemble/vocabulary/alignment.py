@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ..errors import VocabularyError
 from ..mixing import top_entries
 from .store import load_or_build, store_key
-from .token_bytes import TEXT
+from .token_bytes import TEXT, text_or_none
 from .union import UnionVocabulary
 
 _MAX_DISTANCES, _MAX_SIMILARITIES = 1 << 24, 1 << 26
@@ -72,13 +72,10 @@ def load_or_build_similar(
     """
     digests = [_digest(weight) for weight in output_embeddings]
     key = _pair_key("eva", union, member, digests, neighbours, min_similarity)
-
-    def build() -> dict[str, np.ndarray]:
-        # What is stored must not depend on the caller's autocast.
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            return _build_similar(union, member, output_embeddings, neighbours, min_similarity, device)
-
-    arrays = load_or_build(key, build)
+    options = (neighbours, min_similarity, device)
+    # What is stored must not depend on the caller's autocast.
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        arrays = load_or_build(key, lambda: _build_similar(union, member, output_embeddings, *options))
     return arrays["ids"], arrays["shares"]
 
 
@@ -116,7 +113,9 @@ def _build_nearest(union: UnionVocabulary, member: int) -> np.ndarray:
 
 def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.ndarray:
     """The place of the nearest of `choices` to each of `entries`; of several, the first."""
-    is_text, choice_is_text = (np.array([_is_text(entry) for entry in some]) for some in (entries, choices))
+    is_text, choice_is_text = (
+        np.array([text_or_none(entry) is not None for entry in some]) for some in (entries, choices)
+    )
     best = np.full(len(entries), np.iinfo(np.int64).max)
 
     def compare(queries: np.ndarray, among: np.ndarray, encoding: str) -> None:
@@ -139,10 +138,6 @@ def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.n
     compare(is_text, ~choice_is_text, "latin-1")
     compare(~is_text, np.ones_like(choice_is_text), "latin-1")
     return best % len(choices)
-
-
-def _is_text(entry: bytes) -> bool:
-    return entry.decode(errors="ignore").encode() == entry
 
 
 def _nearest_texts(queries: Sequence[str], choices: Sequence[str]) -> np.ndarray:

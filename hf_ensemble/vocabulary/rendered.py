@@ -75,10 +75,7 @@ class RenderedEncoder:
     def encode(self, text: str, sign: str) -> list[int]:
         """Encode a rendering of marked content."""
         if self._control:
-            pieces = self._scanner(sign).split(text)
-            # Every second piece is a control token.
-            pieces[1::2] = [self._name(self._id_of[surface]) for surface in pieces[1::2]]
-            text = "".join(pieces)
+            text = self._scanner(sign).sub(lambda control: self._name(self._id_of[control[0]]), text)
         return self._encode(text.replace(sign, ""))
 
     def _encode(self, text: str) -> list[int]:

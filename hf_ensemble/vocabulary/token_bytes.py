@@ -81,9 +81,7 @@ class TokenBytes:
         if None in tokens:
             # Ids with holes go beyond the count of tokens.
             vocab = self.backend.get_vocab(with_added_tokens=True)
-            tokens = [None] * (max(vocab.values()) + 1)
-            for token, i in vocab.items():
-                tokens[i] = token
+            tokens += map(self.backend.id_to_token, range(size, max(vocab.values()) + 1))
         num_ids = len(tokens) if num_ids is None else num_ids
         num_rowless = sum(1 for token in tokens[num_ids:] if token is not None)
         tokens += [None] * (num_ids - len(tokens))
@@ -162,11 +160,8 @@ class TokenBytes:
             probes.append([i for i in ids if i < self.num_ids and self.kinds[i] == TEXT and i not in self.added])
         for ids in probes:
             decoded = self.writer.decode([self.backend.id_to_token(i) for i in [anchor, *ids]])
-            try:
-                written = self.write_from_start([anchor, *ids]).decode("utf-8")
-            except UnicodeDecodeError:
-                continue
-            if written != decoded:
+            written = text_or_none(self.write_from_start([anchor, *ids]))
+            if written not in (None, decoded):
                 raise VocabularyError(
                     f"the tokenizer of {self.name!r} cannot be understood: ids {ids[:8]} should write {written!r} by "
                     f"its vocabulary, but its decoder writes {decoded!r}. Use a tokenizer whose `decoder` matches its "
@@ -270,3 +265,11 @@ def _undo_byte_alphabet(tokens: Sequence[str]) -> list[bytes]:
     for i in np.unique(np.searchsorted(ends, np.flatnonzero(values < 0), side="right")).tolist():
         entries[i] = tokens[i].encode("utf-8", "surrogatepass")
     return entries
+
+
+def text_or_none(data: bytes) -> str | None:
+    """The text that bytes are in UTF-8; None if they are none."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None

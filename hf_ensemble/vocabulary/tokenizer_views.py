@@ -1,5 +1,6 @@
 """Views of a tokenizer, which share its vocabulary and none of its settings: how it encodes pieces of a text."""
 
+import itertools
 import json
 import secrets
 from collections.abc import Mapping
@@ -44,20 +45,17 @@ class TokenizerView:
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         return [(i, a, b) for i, (a, b) in zip(self._real(encoding.ids), encoding.offsets, strict=True)]
 
-    def encode_separated(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_separated(self, texts: list[str]) -> list[list[int]]:
         """Encode texts that hold no separator, many in one call, which costs half of a call each.
 
         The separator must be a token of its own in this view.
-
-        Returns:
-            All ids in a row, and the bounds of each text's, of shape `(num_texts + 1,)`.
         """
         chunks = [SEPARATOR.join([*texts[n : n + _CHUNK], ""]) for n in range(0, len(texts), _CHUNK)]
         encoded = self.tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
         ids = [i for encoding in encoded for i in encoding.ids]
-        is_end = np.array(ids, dtype=np.int64) == self.tokenizer.token_to_id(SEPARATOR)
-        bounds = np.concatenate([[0], np.flatnonzero(is_end) - np.arange(len(texts))])
-        return np.array(self._real(ids), dtype=np.int64)[~is_end], bounds
+        ends = np.flatnonzero(np.array(ids, dtype=np.int64) == self.tokenizer.token_to_id(SEPARATOR)).tolist()
+        real = self._real(ids)
+        return [real[a + 1 : b] for a, b in itertools.pairwise([-1, *ends])]
 
     def normalized(self, text: str) -> str:
         """What the tokenizer makes of a text before it looks for tokens."""
