@@ -92,6 +92,22 @@ class MethodConfig:
         raise ConfigurationError(f"{type(self).__name__} is no token-level method.")
 
 
+def check_option(name: str, value: Any, is_right: bool, rule: str) -> None:
+    """Refuse an option that breaks its rule.
+
+    Args:
+        name: Of the option, for the error.
+        value: Its value.
+        is_right: Whether it keeps the rule.
+        rule: What it has to be.
+
+    Raises:
+        ConfigurationError: If it does not.
+    """
+    if not is_right:
+        raise ConfigurationError(f"`{name}` has to be {rule}, but is {value!r}.")
+
+
 def check_positive_integer(name: str, value: Any) -> None:
     """Refuse an option that is no integer of at least 1.
 
@@ -102,13 +118,17 @@ def check_positive_integer(name: str, value: Any) -> None:
     Raises:
         ConfigurationError: If it is none.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(f"`{name}` has to be a positive integer, but is {value!r}.")
+    check_option(name, value, is_integer(value) and value > 0, "a positive integer")
 
 
 def is_number(value: Any) -> bool:
     """Whether a value is a number; a bool is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -124,12 +144,9 @@ class GatedConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         threshold, gate = self.threshold, self.gate
-        if threshold is not None and not (is_number(threshold) and 0 <= threshold <= 1):
-            raise ConfigurationError(
-                f"`threshold` has to be a probability from 0 to 1, or None, but is {threshold!r}."
-            )
-        if not isinstance(gate, int) or isinstance(gate, bool) or gate < 0:
-            raise ConfigurationError(f"`gate` has to be the number of a member, from 0 on, but is {gate!r}.")
+        is_probability = threshold is None or (is_number(threshold) and 0 <= threshold <= 1)
+        check_option("threshold", threshold, is_probability, "a probability from 0 to 1, or None")
+        check_option("gate", gate, is_integer(gate) and gate >= 0, "the number of a member, from 0 on")
         if threshold is None and gate != 0:
             raise ConfigurationError(f"`gate` is {gate}, but does nothing without a `threshold`.")
 

@@ -36,13 +36,8 @@ def merge_duplicates(logits: Tensor, duplicates: Duplicates) -> Tensor:
     """
     if duplicates.ids.numel() == 0:
         return logits
-    kept = logits[:, duplicates.canonical_ids]  # (B, num_entries)
-    merged_in = logits[:, duplicates.ids]
-    position = duplicates.position.expand_as(merged_in)
-    top = torch.nan_to_num(kept.scatter_reduce(1, position, merged_in, "amax"), neginf=0.0)
-    sums = (kept - top).exp_().scatter_add_(1, position, (merged_in - top.gather(1, position)).exp_())
-    merged = logits.clone()
-    merged.index_copy_(1, duplicates.canonical_ids, sums.log_() + top)
+    joined = _joined(logits[:, duplicates.canonical_ids], logits[:, duplicates.ids], duplicates.position)
+    merged = logits.clone().index_copy_(1, duplicates.canonical_ids, joined)
     return merged.index_fill_(1, duplicates.ids, -torch.inf)
 
 
@@ -155,8 +150,12 @@ def fold(logprobs: Tensor, first_ids: Tensor, width: int) -> Tensor:
     """
     if logprobs.shape[-1] == width:
         return logprobs
-    kept, moved = logprobs[:, :width], logprobs[:, width:]
-    into = first_ids.expand_as(moved)
+    return _joined(logprobs[:, :width], logprobs[:, width:], first_ids)
+
+
+def _joined(kept: Tensor, moved: Tensor, into: Tensor) -> Tensor:
+    """Log-sum-exp of every kept column and of those that are moved into it."""
+    into = into.expand_as(moved)
     top = torch.nan_to_num(kept.scatter_reduce(1, into, moved, "amax"), neginf=0.0)
     return (kept - top).exp_().scatter_add_(1, into, (moved - top.gather(1, into)).exp_()).log_().add_(top)
 

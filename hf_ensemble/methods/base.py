@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +13,11 @@ from ..members.cuda_graphs import Captured
 from ..members.member import Member
 from ..mixing import Duplicates, log_normalizer, merge_duplicates
 from ..vocabulary.context import Resync
-from ..vocabulary.token_bytes import CONTROL, TEXT
+from ..vocabulary.token_bytes import NO_TOKEN, TEXT
 from ..vocabulary.union import UnionVocabulary
+
+EosIds = Sequence[Sequence[int]]
+"""For each member, the ids that end a text."""
 
 
 @dataclass(frozen=True)
@@ -55,39 +57,42 @@ class MemberMaps:
 
     def __init__(self, union: UnionVocabulary, index: int, eos_ids: Sequence[int], device: torch.device):
         token_bytes = union.encoders[index].token_bytes
-        kinds = token_bytes.kinds
+        kinds = torch.tensor(token_bytes.kinds, device=device)
+        maps = (union.member_to_union, union.union_to_member, union.union_to_first)
+        to_union, own, first = (torch.tensor(of[index], dtype=torch.int64, device=device) for of in maps)
         control_eos = [i for i in eos_ids if token_bytes.is_control(i)]
-        takes_part = kinds == TEXT
-        takes_part[control_eos] = True
-        if index == 0:
-            takes_part |= kinds == CONTROL
-        to_union = union.member_to_union[index].astype(np.int64)
-        own = union.union_to_member[index].astype(np.int64)
-        text_ids = np.flatnonzero(kinds == TEXT)
-        canonical = own[to_union[text_ids]]
-        to_union[control_eos] = len(union)
-        eos = control_eos[0] if control_eos else -1
-        first = union.union_to_first[index].astype(np.int64)
-        if index == 0:
-            own[control_eos], first[control_eos] = -1, -1
+        self.eos_ids = eos = torch.tensor(control_eos, dtype=torch.int64, device=device)
 
-        def tensor(array: np.ndarray | list[int]) -> Tensor:
-            return torch.as_tensor(np.asarray(array, dtype=np.int64), device=device)
-
-        self.mask = torch.zeros(len(kinds), device=device).masked_fill_(
-            torch.as_tensor(~takes_part, device=device), -torch.inf
-        )
+        takes_part = kinds != NO_TOKEN if index == 0 else kinds == TEXT
+        takes_part[eos] = True
         self.takes_all = bool(takes_part.all())
-        self.eos_ids = tensor(control_eos)
+        self.mask = torch.where(takes_part, 0.0, -torch.inf)
+
+        text_ids = (kinds == TEXT).nonzero()[:, 0]
+        canonical = own[to_union[text_ids]]
         is_duplicate = text_ids != canonical
-        stands_for = np.append(canonical[is_duplicate], control_eos[:1] * len(control_eos[1:])).astype(np.int64)
-        canonical_ids, position = np.unique(stands_for, return_inverse=True)
-        self.duplicates = Duplicates(
-            tensor(np.append(text_ids[is_duplicate], control_eos[1:])), tensor(canonical_ids), tensor(position)
-        )
-        self.to_union = tensor(to_union)
-        self.from_union = tensor(np.append(own, eos))
-        self.first_id = tensor(np.append(first, eos))
+        stands_for = torch.cat([canonical[is_duplicate], eos[:1].expand(len(eos[1:]))])
+        canonical_ids, position = stands_for.unique(return_inverse=True)
+        self.duplicates = Duplicates(torch.cat([text_ids[is_duplicate], eos[1:]]), canonical_ids, position)
+
+        if index == 0:
+            own[eos], first[eos] = -1, -1
+        self.to_union = to_union.index_fill_(0, eos, len(union))
+        first_eos = torch.tensor([*control_eos, -1][:1], device=device)
+        self.from_union, self.first_id = torch.cat([own, first_eos]), torch.cat([first, first_eos])
+
+    def read_from(self) -> Tensor:
+        """Where the logit of each union entry stands in a row of `readable`, of shape `(union_size + 1,)`; -1 for nowhere.
+
+        An entry that the member lacks has that of the first id that writes it, whatever else that id's entry has.
+        """
+        first_row = len(self.mask) if self.duplicates.ids.numel() else 0
+        first = torch.where(self.first_id >= 0, self.first_id + first_row, -1)
+        return torch.where(self.from_union >= 0, self.from_union, first)
+
+    def readable(self, logits: Tensor, merged: Tensor) -> Tensor:
+        """Rows of logits in which `read_from` finds those of every entry: merged, and, where that differs, as they are."""
+        return logits if merged is logits else torch.cat([merged, logits], dim=-1)
 
 
 class TokenMethod(ABC):
@@ -114,7 +119,7 @@ class TokenMethod(ABC):
     """Whether `mix` gives mass only to entries that members propose or that a cut-off leaves, so that constraints may leave
     none of them."""
 
-    def __init__(self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device):
+    def __init__(self, union: UnionVocabulary, eos_ids: EosIds, device: torch.device):
         self.union = union
         self.device = device
         self.maps = [MemberMaps(union, index, ids, device) for index, ids in enumerate(eos_ids)]

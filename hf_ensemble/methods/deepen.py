@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..config import METHODS, MethodConfig, check_positive_integer, is_number
+from ..config import METHODS, MethodConfig, check_option, check_positive_integer, is_integer, is_number
 from ..errors import ConfigurationError, VocabularyError
 from ..members.cuda_graphs import Captured
 from ..members.member import Member
@@ -19,7 +19,7 @@ from ..vocabulary.anchors import AnchorTokens
 from ..vocabulary.context import Resync
 from ..vocabulary.relative import RelativeRows, TakenRows, inverse_norms
 from ..vocabulary.union import UnionVocabulary
-from .base import Mixed, TokenMethod, versions_of
+from .base import EosIds, Mixed, TokenMethod, versions_of
 
 _SHARPNESS = 100.0
 _BETAS = (0.9, 0.999)
@@ -66,21 +66,15 @@ class DeepenConfig(MethodConfig):
     only."""
 
     def __post_init__(self) -> None:
-        if self.variant not in get_args(DeepenVariant):
-            raise ConfigurationError(
-                f"`variant` has to be one of {', '.join(get_args(DeepenVariant))}, but is {self.variant!r}."
-            )
+        variants, rate, skips = get_args(DeepenVariant), self.learning_rate, self.skip_on_agreement
+        check_option("variant", self.variant, self.variant in variants, f"one of {', '.join(variants)}")
         check_positive_integer("num_steps", self.num_steps)
         for name in ("num_anchors", "support"):
             if getattr(self, name) is not None:
                 check_positive_integer(name, getattr(self, name))
-        if not isinstance(self.anchor_seed, int) or isinstance(self.anchor_seed, bool):
-            raise ConfigurationError(f"`anchor_seed` has to be an integer, but is {self.anchor_seed!r}.")
-        rate = self.learning_rate
-        if not (is_number(rate) and 0 < rate <= 1):
-            raise ConfigurationError(f"`learning_rate` has to be above 0 and at most 1, but is {rate!r}.")
-        if not isinstance(self.skip_on_agreement, bool):
-            raise ConfigurationError(f"`skip_on_agreement` has to be a bool, but is {self.skip_on_agreement!r}.")
+        check_option("anchor_seed", self.anchor_seed, is_integer(self.anchor_seed), "an integer")
+        check_option("learning_rate", rate, is_number(rate) and 0 < rate <= 1, "above 0 and at most 1")
+        check_option("skip_on_agreement", skips, isinstance(skips, bool), "a bool")
 
     @property
     def greedy_only(self) -> str | None:
@@ -92,7 +86,7 @@ class DeepenConfig(MethodConfig):
         return None
 
     def build(
-        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device
     ) -> TokenMethod:
         """Build the method; see `MethodConfig.build`."""
         embeddings = [member.model.get_input_embeddings() for member in members]
@@ -133,7 +127,7 @@ class Deepen(TokenMethod):
     def __init__(
         self,
         union: UnionVocabulary,
-        eos_ids: Sequence[Sequence[int]],
+        eos_ids: EosIds,
         device: torch.device,
         embeddings: Sequence[nn.Module],
         config: DeepenConfig,
@@ -143,16 +137,14 @@ class Deepen(TokenMethod):
         self.config = config
         self.anchors = AnchorTokens(union, config.num_anchors, config.anchor_seed)
         self._embeddings = list(embeddings)
-        self._versions = self._versions_of_embeddings()
+        self._versions: list[tuple[Any, ...]] = []
         with _turn(self._devices()):
             self._build_rows()
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`."""
         with _turn(self._devices()):
-            if (versions := self._versions_of_embeddings()) != self._versions:
-                self._versions = versions
-                self._build_rows()
+            self._build_rows()
             size = self._rows_at_once or len(weights)
             parts = [
                 self._mix_part([None if one is None else one[n : n + size] for one in logits], weights[n : n + size])
@@ -172,7 +164,11 @@ class Deepen(TokenMethod):
     # The rows of the relative representation
 
     def _build_rows(self) -> None:
-        """Prepare every member's rows. Embeddings of zeros are masked, and no anchors."""
+        """Prepare every member's rows, if embeddings have changed. Those of zeros are masked, and no anchors."""
+        versions = versions_of([module.weight for module in self._embeddings])  # type: ignore[misc]
+        if versions == self._versions:
+            return
+        self._versions = versions
         weights = [
             _checked_weight(module, index, len(self.maps[index].mask)) for index, module in enumerate(self._embeddings)
         ]
@@ -211,9 +207,6 @@ class Deepen(TokenMethod):
 
     def _devices(self) -> set[torch.device]:
         return {self.device, *(module.weight.device for module in self._embeddings)}  # type: ignore[arg-type]
-
-    def _versions_of_embeddings(self) -> list[tuple[Any, ...]]:
-        return versions_of([module.weight for module in self._embeddings])  # type: ignore[misc]
 
     def _keep(self, index: int, ids: Tensor, is_asked: Tensor, num_missing: int) -> None:
         """Form the rows of some ids that one member lacks, unless they are so many that they are formed at each use."""

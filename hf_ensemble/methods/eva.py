@@ -1,6 +1,5 @@
 """EVA: the weighted average after entries have been moved to the primary's whose output embeddings are most alike."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,14 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..config import METHODS, MethodConfig, check_positive_integer, is_number
+from ..config import METHODS, MethodConfig, check_option, check_positive_integer, is_number
 from ..errors import ConfigurationError
 from ..members.member import Member
-from ..mixing import merge_duplicates, normalize_, top_entries
+from ..mixing import merge_duplicates, normalize_, top_entries, top_entries_of_each
 from ..vocabulary.alignment import load_or_build_similar
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
-from .base import Mixed, TokenMethod, versions_of
+from .base import EosIds, Mixed, TokenMethod, versions_of
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,17 @@ class EvaConfig(MethodConfig):
         for name in ("neighbours", "top_k", "filter_top_k"):
             check_positive_integer(name, getattr(self, name))
         least = self.min_similarity
-        if not (is_number(least) and 0 < least < math.inf):
-            raise ConfigurationError(f"`min_similarity` has to be a positive number, but is {least!r}.")
+        check_option("min_similarity", least, is_number(least) and 0 < least < math.inf, "a positive number")
 
     def build(
-        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device
     ) -> TokenMethod:
         """Build the method; see `MethodConfig.build`."""
 
         def output_embeddings() -> list[Tensor]:
             return [output_embeddings_of(member) for member in members]
 
-        return Eva(union, eos_ids, device, output_embeddings, **dataclasses.asdict(self))
+        return Eva(union, eos_ids, device, output_embeddings, self)
 
 
 METHODS[EvaConfig.name] = EvaConfig
@@ -72,10 +70,7 @@ class Eva(TokenMethod):
         eos_ids: For each member, the ids that end a text.
         device: Where the primary's logits are.
         output_embeddings: Gives those of each member, of shape `(vocab_size, hidden_size)`, as they are when asked.
-        neighbours: Number of neighbours in the similarity, and most counterparts of an entry.
-        min_similarity: Least similarity of a counterpart.
-        top_k: Number of entries that each member proposes; at most its whole vocabulary.
-        filter_top_k: Number of a member's best entries that another's best is looked for among.
+        config: The options.
 
     Reference:
         Xu, Lu and Zhang, "Bridging the Gap between Different Vocabularies for LLM Ensemble"
@@ -93,20 +88,16 @@ class Eva(TokenMethod):
     def __init__(
         self,
         union: UnionVocabulary,
-        eos_ids: Sequence[Sequence[int]],
+        eos_ids: EosIds,
         device: torch.device,
         output_embeddings: Callable[[], Sequence[Tensor]],
-        neighbours: int = 10,
-        min_similarity: float = 0.1,
-        top_k: int = 320,
-        filter_top_k: int = 5,
+        config: EvaConfig,
     ):
         super().__init__(union, eos_ids, device)
         self._output_embeddings = output_embeddings
         embeddings = output_embeddings()
         self._versions = versions_of(embeddings)
-        self.top_k = top_k
-        self.filter_top_k = filter_top_k
+        self.config = config
         # The columns that each id's mass goes to, -1 for none and `primary_size` for EOS, and in which shares.
         self._columns_of, self._shares_of = [], []
         for index, maps in enumerate(self.maps):
@@ -114,7 +105,7 @@ class Eva(TokenMethod):
             shares = torch.ones(columns.shape, device=device)
             if index > 0:
                 pair = (embeddings[0], embeddings[index])
-                arrays = load_or_build_similar(union, index, pair, neighbours, min_similarity, device)
+                arrays = load_or_build_similar(union, index, pair, config.neighbours, config.min_similarity, device)
                 columns, shares = (torch.as_tensor(array, device=device) for array in arrays)
             is_eos = torch.zeros_like(columns, dtype=torch.bool)
             is_eos[:, 0] = maps.to_union == len(union)
@@ -137,7 +128,7 @@ class Eva(TokenMethod):
         moved: dict[int, Tensor] = {}
         for index, member_logits in self.taking_part(logits, normalizers):
             entries = merge_duplicates(member_logits, self.maps[index].duplicates)
-            values, ids = top_entries(entries, min(self.top_k, entries.shape[-1]))  # (B, k)
+            values, ids = top_entries(entries, min(self.config.top_k, entries.shape[-1]))  # (B, k)
             shares = values.softmax(-1)[..., None] * self._shares_of[index][ids]  # (B, k, neighbours)
             columns = self._columns_of[index][ids].long()
             columns = torch.where(columns == self.union.primary_size, eos, columns)
@@ -159,19 +150,16 @@ class Eva(TokenMethod):
                 `(batch_size, primary_vocab_size)`.
             weights: Of shape `(batch_size, num_members)`.
         """
-        k = min(self.filter_top_k, self.union.primary_size)
-        best = {index: probs.max(-1, keepdim=True) for index, probs in moved.items()}
-        proposed = {}
-        for index, probs in moved.items():
-            values, ids = top_entries(probs, k)
-            takes_part = (values > 0) & (weights[:, index, None] > 0)
-            proposed[index] = torch.where(takes_part, ids, -1)
+        k = min(self.config.filter_top_k, self.union.primary_size)
+        values, best = top_entries_of_each(list(moved.values()), k)  # (M, B, k)
+        shares = torch.stack([weights[:, index] for index in moved])  # (M, B)
+        proposed = torch.where((values > 0) & (shares[..., None] > 0), best, -1)
+        is_among = (proposed == best[:, None, :, :1]).any(-1)  # (M, M, B): whose best is among whose
+        is_among &= ~torch.eye(len(moved), dtype=torch.bool, device=weights.device)[..., None]
         agreeing = torch.zeros_like(weights)
-        for index, (value, at) in best.items():
-            others = [ids for other, ids in proposed.items() if other != index]
-            if others:
-                is_shared = (torch.cat(others, dim=-1) == at).any(-1) & (value[:, 0] > 0)
-                agreeing[:, index] = torch.where(is_shared, weights[:, index], 0.0)
+        kept = torch.where(is_among.any(1) & (values[..., 0] > 0), shares, 0.0)
+        for index, of_member in zip(moved, kept, strict=True):
+            agreeing[:, index] = of_member
         return torch.where(agreeing.sum(-1, keepdim=True) > 0, agreeing, weights)
 
 

@@ -8,15 +8,16 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ..config import METHODS, GatedConfig, is_number
+from ..config import METHODS, GatedConfig, check_option, is_number
 from ..errors import ConfigurationError
 from ..members.member import Member
 from ..mixing import merge_duplicates, normalize_, put_eos
 from ..vocabulary.context import Resync
 from ..vocabulary.token_bytes import CONTROL
 from ..vocabulary.union import UnionVocabulary
-from .base import Mixed, TokenMethod
+from .base import EosIds, Mixed, TokenMethod
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,14 @@ class GacConfig(GatedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.space not in ("linear", "log"):
-            raise ConfigurationError(f"`space` has to be 'linear' or 'log', but is {self.space!r}.")
+        check_option("space", self.space, self.space in ("linear", "log"), "'linear' or 'log'")
         if self.alpha is not None:
             if self.space != "log":
                 raise ConfigurationError(f'`alpha` is {self.alpha!r}, but does nothing without `space="log"`.')
-            if not (is_number(self.alpha) and 0 <= self.alpha <= 1):
-                raise ConfigurationError(f"`alpha` has to be a number from 0 to 1, or None, but is {self.alpha!r}.")
-        if self.strategy not in (None, "mixture_sampling"):
-            raise ConfigurationError(f"`strategy` has to be 'mixture_sampling' or None, but is {self.strategy!r}.")
+            is_share = is_number(self.alpha) and 0 <= self.alpha <= 1
+            check_option("alpha", self.alpha, is_share, "a number from 0 to 1, or None")
+        is_known = self.strategy in (None, "mixture_sampling")
+        check_option("strategy", self.strategy, is_known, "'mixture_sampling' or None")
         if self.strategy is not None and (self.threshold is not None or self.space != "linear"):
             other = "a `threshold`" if self.threshold is not None else '`space="log"`'
             raise ConfigurationError(
@@ -67,7 +67,7 @@ class GacConfig(GatedConfig):
         return self.alpha is not None
 
     def build(
-        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device
     ) -> TokenMethod:
         """Build the method; see `MethodConfig.build`."""
         if self.space == "log":
@@ -129,13 +129,10 @@ class Gac(TokenMethod):
             if maps.eos_ids.numel():
                 eos_mass += weight * probs.index_select(1, maps.eos_ids[:1])[:, 0]
                 probs.index_fill_(1, maps.eos_ids[:1], 0.0)
-            columns = self._columns[index]
             if index == 0:
                 fused[:, : self.union.primary_size].addcmul_(probs[:, :-1], weight[:, None])
-            elif columns is None:
-                fused.addcmul_(probs[:, :union_size], weight[:, None])
             else:
-                fused.addcmul_(probs.index_select(1, columns), weight[:, None])
+                fused.addcmul_(probs.index_select(1, self._columns[index]), weight[:, None])
         fused.index_fill_(1, self.unwritable, 0.0)
         eos_ids = self.maps[0].eos_ids
         if eos_ids.numel():
@@ -145,19 +142,9 @@ class Gac(TokenMethod):
         return Mixed(fused.log_(), normalizers)
 
     @cached_property
-    def _columns(self) -> list[Tensor | None]:
-        """For each union entry the column of each member's probabilities to read, one past the last for none.
-
-        None for a member that has every entry in its place, as one with the primary's vocabulary.
-        """
-        columns: list[Tensor | None] = []
-        for maps in self.maps:
-            ids = maps.from_union[:-1]
-            vocab_size = len(maps.mask)
-            ids = torch.where(ids < 0, vocab_size, ids)
-            in_place = torch.equal(ids, torch.arange(len(ids), device=ids.device).clamp_max(vocab_size))
-            columns.append(None if in_place else ids)
-        return columns
+    def _columns(self) -> list[Tensor]:
+        """For each union entry the column of each member's probabilities to read, one past the last for none."""
+        return [torch.where(maps.from_union < 0, len(maps.mask), maps.from_union)[:-1] for maps in self.maps]
 
 
 class ProductOfExperts(TokenMethod):
@@ -187,71 +174,48 @@ class ProductOfExperts(TokenMethod):
     is_wide = True
     reads_first_ids = True
 
-    def __init__(
-        self,
-        union: UnionVocabulary,
-        eos_ids: Sequence[Sequence[int]],
-        device: torch.device,
-        alpha: float | None = None,
-    ):
+    def __init__(self, union: UnionVocabulary, eos_ids: EosIds, device: torch.device, alpha: float | None = None):
         super().__init__(union, eos_ids, device)
         # The primary says what is plausible, whatever its weight.
         self.starts_from_primary = alpha is not None
         self.proposes_few = bool(alpha)
         self.alpha = alpha
         is_control = torch.as_tensor(union.encoders[0].token_bytes.kinds == CONTROL, device=device)
-        ids = torch.arange(union.primary_size, device=device)
-        self._no_entry = (is_control | (self.maps[0].from_union[: union.primary_size] != ids)).nonzero()[:, 0]
+        # EOS, the last, is always among what is chosen from; the primary's control tokens, which it is one of, are not.
+        self._has = [functional.pad(maps.from_union[:-1] >= 0, (0, 1), value=True) for maps in self.maps]
+        self._has[0][: union.primary_size] &= ~is_control
         is_control[self.maps[0].eos_ids] = False
         self._primary_control = is_control.nonzero()[:, 0]  # but EOS
-        # For each member and union entry the column to read: of its entries, of its ids, or of none.
-        self._own, self._first, self._lacks, self._cannot = [], [], [], []
-        for maps in self.maps:
-            own, first = maps.from_union[:-1], maps.first_id[:-1]
-            self._own.append(own.clamp_min(0))
-            self._first.append(first.clamp_min(0))
-            self._lacks.append(own < 0)
-            self._cannot.append((own < 0) & (first < 0))
+        self._reads = [(at.clamp_min(0), at < 0) for at in (maps.read_from() for maps in self.maps)]
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step; see `TokenMethod.mix`. Weights need not sum to 1."""
         primary = logits[0]
         assert primary is not None
-        fused = primary.new_zeros(primary.shape[0], len(self.union))
-        fused_eos = primary.new_zeros(primary.shape[0])
+        fused = primary.new_zeros(primary.shape[0], len(self.union) + 1)
         proposed = torch.zeros_like(fused, dtype=torch.bool)
-        for index, lacks in enumerate(self._lacks):
-            proposed |= (weights[:, index, None] != 0) & ~lacks
-        proposed.index_fill_(1, self._no_entry, False)
+        for index, has in enumerate(self._has):
+            proposed |= (weights[:, index, None] != 0) & has
         normalizers = torch.zeros_like(weights)
         logits = [primary.index_fill(1, self._primary_control, -torch.inf), *logits[1:]]
         for index, masked in self.taking_part(logits, normalizers):
-            entry_logprobs, eos_logprob = self._logprobs(masked - normalizers[:, index, None], index)
-            weight = weights[:, index]
-            fused += _weighted(entry_logprobs, weight[:, None])
-            fused_eos += _weighted(eos_logprob, weight)
+            logprobs = self._logprobs(masked - normalizers[:, index, None], index)
+            fused += _weighted(logprobs, weights[:, index, None])
             if index == 0 and self.alpha:
-                best = entry_logprobs.masked_fill(~proposed, -torch.inf).amax(-1)
-                least = torch.maximum(best, eos_logprob) + math.log(self.alpha)
-                fused.masked_fill_(entry_logprobs < least[:, None], -torch.inf)
-                fused_eos.masked_fill_(eos_logprob < least, -torch.inf)
+                best = logprobs.masked_fill(~proposed, -torch.inf).amax(-1, keepdim=True)
+                fused.masked_fill_(logprobs < best + math.log(self.alpha), -torch.inf)
         fused.masked_fill_(~proposed, -torch.inf).index_fill_(1, self.unwritable, -torch.inf)
+        entries, eos = fused[:, :-1], fused[:, -1]
         if self.maps[0].eos_ids.numel():
-            put_eos(fused, fused_eos, primary, self.maps[0].eos_ids, nothing=-torch.inf)
+            put_eos(entries, eos, primary, self.maps[0].eos_ids, nothing=-torch.inf)
         # Where nothing is left, all are `-inf`.
-        return Mixed(fused.log_softmax(-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf), normalizers)
+        return Mixed(entries.log_softmax(-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf), normalizers)
 
-    def _logprobs(self, logprobs: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """A member's log-probabilities of union entries, of shape `(batch_size, union_size)`, and of EOS."""
-        maps = self.maps[index]
-        entries = merge_duplicates(logprobs, maps.duplicates)
-        read = torch.where(
-            self._lacks[index], logprobs.index_select(1, self._first[index]), entries.index_select(1, self._own[index])
-        )
-        read = read.masked_fill(self._cannot[index], -torch.inf)
-        if maps.eos_ids.numel():
-            return read, entries.index_select(1, maps.eos_ids[:1])[:, 0]
-        return read, torch.full_like(read[:, 0], -torch.inf)
+    def _logprobs(self, logprobs: Tensor, index: int) -> Tensor:
+        """A member's log-probabilities of union entries and, last, EOS, of shape `(batch_size, union_size + 1)`."""
+        (at, cannot), maps = self._reads[index], self.maps[index]
+        rows = maps.readable(logprobs, merge_duplicates(logprobs, maps.duplicates))
+        return rows.index_select(1, at).masked_fill_(cannot, -torch.inf)
 
 
 def _weighted(logprobs: Tensor, weight: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ..mixing import normalize_, put_eos
 from ..vocabulary.alignment import load_or_build_nearest
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
-from .base import Mixed, TokenMethod
+from .base import EosIds, Mixed, TokenMethod
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class MinedConfig(MethodConfig):
             ) from error
 
     def build(
-        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device
     ) -> TokenMethod:
         """Build the method; see `MethodConfig.build`."""
         return Mined(union, eos_ids, device)
@@ -65,7 +65,7 @@ class Mined(TokenMethod):
     resync: Resync = "retokenize"
     is_wide = False
 
-    def __init__(self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device):
+    def __init__(self, union: UnionVocabulary, eos_ids: EosIds, device: torch.device):
         super().__init__(union, eos_ids, device)
         # The column that each id's mass goes to; EOS has the last. Ids that take no part have no mass.
         self._column_of = []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from ..config import METHODS, MethodConfig, check_positive_integer, is_number
+from ..config import METHODS, MethodConfig, check_option, check_positive_integer, is_number
 from ..errors import ConfigurationError
 
 SpanScore = Literal["perplexity", "bits_per_byte"]
@@ -56,13 +56,9 @@ class SweetSpanConfig(MethodConfig):
                 f"`max_span_tokens` has to be at least `span_length`, but is {self.max_span_tokens} for "
                 f"{self.span_length} words."
             )
-        ratio = self.filter_ratio
-        if not (is_number(ratio) and ratio >= 0):
-            raise ConfigurationError(f"`filter_ratio` has to be a number of at least 0, but is {ratio!r}.")
-        if self.score not in get_args(SpanScore):
-            raise ConfigurationError(
-                f"`score` has to be one of {', '.join(get_args(SpanScore))}, but is {self.score!r}."
-            )
+        ratio, scores = self.filter_ratio, get_args(SpanScore)
+        check_option("filter_ratio", ratio, is_number(ratio) and ratio >= 0, "a number of at least 0")
+        check_option("score", self.score, self.score in scores, f"one of {', '.join(scores)}")
 
     @property
     def token_limit(self) -> int:

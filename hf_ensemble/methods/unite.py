@@ -10,10 +10,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..config import METHODS, GatedConfig, MethodConfig, check_positive_integer
 from ..members.member import Member
-from ..mixing import log_normalizer, merge_duplicates, normalize_, put_eos, top_entries_of_each
+from ..mixing import merge_duplicates, normalize_, put_eos, top_entries_of_each
 from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
-from .base import Mixed, TokenMethod
+from .base import EosIds, Mixed, TokenMethod
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class UniteConfig(GatedConfig, _TopKConfig):  # the fields of the last base come
         super().__post_init__()
 
     def build(
-        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device
+        self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device
     ) -> TokenMethod:
         """Build the method; see `MethodConfig.build`."""
         return Unite(union, eos_ids, device, top_k=self.top_k)
@@ -67,20 +67,11 @@ class Unite(TokenMethod):
     reads_first_ids = True
     proposes_few = True
 
-    def __init__(
-        self, union: UnionVocabulary, eos_ids: Sequence[Sequence[int]], device: torch.device, top_k: int = 10
-    ):
+    def __init__(self, union: UnionVocabulary, eos_ids: EosIds, device: torch.device, top_k: int = 10):
         super().__init__(union, eos_ids, device)
         self.top_k = top_k
-        # Where each entry's logit stands in a member's row; -1 for nowhere. First ids are looked up before duplicates are
-        # merged, in a second row after the merged one.
-        read_from: list[Tensor] = []
-        for maps in self.maps:
-            plain_row = maps.mask.shape[0] if maps.duplicates.ids.numel() else 0
-            first = torch.where(maps.first_id >= 0, maps.first_id + plain_row, -1)
-            read_from.append(torch.where(maps.from_union >= 0, maps.from_union, first))
         # A step is a chain of small kernels, so tables of all members are read at once.
-        self._read_from = torch.stack(read_from)  # (M, union_size + 1)
+        self._read_from = torch.stack([maps.read_from() for maps in self.maps])  # (M, union_size + 1)
         self._to_union = pad_sequence([maps.to_union for maps in self.maps], batch_first=True, padding_value=-1)
         self._written_as = self.maps[0].first_id.clamp_min(0)
         self._may_be_written = (self.maps[0].first_id >= 0).float()
@@ -89,15 +80,9 @@ class Unite(TokenMethod):
         """Fuse one step; see `TokenMethod.mix`."""
         primary = logits[0]
         assert primary is not None
-        masked = {index: self.masked(one, index) for index, one in enumerate(logits) if one is not None}
+        normalizers = torch.zeros_like(weights)
+        masked = dict(self.taking_part(logits, normalizers))
         present = list(masked)
-        normalizers = torch.stack(
-            [
-                log_normalizer(masked[index]) if index in masked else primary.new_zeros(len(primary))
-                for index in range(len(logits))
-            ],
-            dim=-1,
-        )
         entries = [merge_duplicates(row, self.maps[index].duplicates) for index, row in masked.items()]
         top_k = min(self.top_k, max(row.shape[-1] for row in entries))
         values, ids = top_entries_of_each(entries, top_k)  # (M, B, k)
@@ -111,11 +96,8 @@ class Unite(TokenMethod):
         at = _some(self._read_from[:, keys], present)  # (M, B, M * k)
         is_read = (at >= 0) & is_key
         at.clamp_min_(0)
-        tables = [
-            merged if merged is row else torch.cat([merged, row], dim=-1)
-            for merged, row in zip(entries, masked.values(), strict=True)
-        ]
-        key_logits = torch.stack([table.gather(-1, places) for table, places in zip(tables, at, strict=True)])
+        rows = [self.maps[n].readable(masked[n], merged) for n, merged in zip(present, entries, strict=True)]
+        key_logits = torch.stack([row.gather(-1, places) for row, places in zip(rows, at, strict=True)])
         # A row in which the member takes no part may hold no key that it can write: all `-inf`, so NaN.
         probs = torch.where(is_read, key_logits, -torch.inf).softmax(-1).nan_to_num_()
         fused = (probs * shares).sum(0)  # (B, M * k)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from .decision import Decision
+from .decision import Decision, MemberDecision
 from .decisions_html import decisions_page
 
 
@@ -64,31 +64,14 @@ class Decisions:
         lines = []
         for row, decisions in enumerate(self.rows):
             start = 0
-            for number, decision in enumerate(decisions):
-                shared = {
-                    "row": row,
-                    "decision": number,
-                    "start": start,
-                    "num_ids": len(decision.ids),
-                    "decided_by": None if decision.decided_by is None else self.members[decision.decided_by],
-                    **{name: getattr(decision, name) for name in _OF_DECISION},
-                }
-                for name, said in zip(self.members, decision.members, strict=True):
-                    best = said.best[0] if said and said.best else None
-                    lines.append(
-                        {
-                            **shared,
-                            "member": name,
-                            "is_heard": said is not None,
-                            "member_probability": said.probability if said else None,
-                            **{name: getattr(said, name, None) for name in _OF_MEMBER},
-                            "best_text": best.text if best else None,
-                            "best_probability": best.probability if best else None,
-                            "best": list(said.best) if said else None,
-                        }
-                    )
-                start += len(decision.ids)
-        frame = pandas.DataFrame(lines, columns=_COLUMNS)
+            for number, one in enumerate(decisions):
+                who = None if one.decided_by is None else self.members[one.decided_by]
+                place = (row, number, start, len(one.ids))
+                shared = (*place, one.text, one.control, one.probability, who, one.agreement, one.is_gate_open)
+                for name, said in zip(self.members, one.members, strict=True):
+                    lines.append((*shared, name, said is not None, *_values_of(said)))
+                start += len(one.ids)
+        frame = pandas.DataFrame(lines, columns=[*_OF_DECISION, *_OF_MEMBER, *_OF_BEST])
         numbers = ["probability", "weight", "member_probability", "best_probability"]
         truths = ["is_gate_open", "agrees", "proposes"]
         return frame.astype(dict.fromkeys(numbers, "float64") | dict.fromkeys(truths, "boolean"))
@@ -107,26 +90,17 @@ class Decisions:
         Path(path).write_text(page, "utf-8")
 
 
-_OF_DECISION = ("text", "control", "probability", "agreement", "is_gate_open")
-_OF_MEMBER = ("weight", "agrees", "proposes")
-_COLUMNS = (
-    "row",
-    "decision",
-    "start",
-    "num_ids",
-    "text",
-    "control",
-    "probability",
-    "decided_by",
-    "agreement",
-    "is_gate_open",
-    "member",
-    "is_heard",
-    "weight",
-    "member_probability",
-    "agrees",
-    "proposes",
-    "best_text",
-    "best_probability",
-    "best",
+_OF_DECISION = (
+    *("row", "decision", "start", "num_ids", "text", "control"),
+    *("probability", "decided_by", "agreement", "is_gate_open"),
 )
+_OF_MEMBER = ("member", "is_heard", "weight", "member_probability", "agrees", "proposes")
+_OF_BEST = ("best_text", "best_probability", "best")
+
+
+def _values_of(said: MemberDecision | None) -> tuple[Any, ...]:
+    """What stands in a member's columns from `weight` on."""
+    if said is None:
+        return (None,) * 7
+    best = said.best[0] if said.best else (None, None)
+    return said.weight, said.probability, said.agrees, said.proposes, *best, list(said.best)

@@ -2,7 +2,7 @@
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
 
@@ -33,9 +33,12 @@ def decisions_page(
     texts = [_text(n, row, members, prompt) for n, (row, prompt) in enumerate(zip(rows, prompts, strict=True))]
     if len(texts) > 1:
         texts = [f"<h2>Text {n}</h2>{text}" for n, text in enumerate(texts, start=1)]
+    decisions = [decision for row in rows for decision in row]
     parts = {
         "title": _escaped(title),
-        "summary": _summary(rows, members, is_by_spans),
+        "agrees": "wrote the chosen span" if is_by_spans else "own best was chosen",
+        "members": "".join(_lines(decisions, members)),
+        "notes": "; ".join(_notes(decisions, len(rows), "spans" if is_by_spans else "decisions")),
         "rows": "\n".join(f"<section>{text}</section>" for text in texts),
         "data": json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"),
     }
@@ -44,60 +47,56 @@ def decisions_page(
     return "".join(piece if n % 2 == 0 else parts[piece] for n, piece in enumerate(pieces))
 
 
-def _summary(rows: Sequence[Sequence[Decision]], members: Sequence[str], is_by_spans: bool) -> str:
-    decisions = [decision for row in rows for decision in row]
+def _lines(decisions: Sequence[Decision], members: Sequence[str]) -> Iterator[str]:
+    """The lines of the table of members; the last is for what no single one decided, if there is such."""
     total = max(1, len(decisions))
-    lines = []
-    for index, name in enumerate(members):
-        heard = [said for decision in decisions if (said := decision.members[index]) is not None]
+    for who in (*range(len(members)), None):
+        decided = sum(decision.decided_by == who for decision in decisions)
+        if who is None and not decided:
+            return
+        heard = [said for one in decisions if who is not None and (said := one.members[who]) is not None]
         probs = [said.probability for said in heard if said.probability is not None]
-        decided = sum(decision.decided_by == index for decision in decisions)
-        cells = [
-            f'<th scope="row"><span class="key m{index % 8}">{_escaped(name)}</span></th>',
-            _share(decided, total, f"m{index % 8}"),
-            _share(sum(said.agrees for said in heard), len(heard)),
-            f"<td>{sum(probs) / len(probs):.2f}</td>" if probs else "<td>–</td>",
-            f"<td>{len(heard)}</td>",
-        ]
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    nobody = sum(decision.decided_by is None for decision in decisions)
-    if nobody:
-        lines.append(
-            f'<tr><th scope="row"><span class="key none">no single member</span></th>{_share(nobody, total, "none")}'
-            "<td>–</td><td>–</td><td>–</td></tr>"
+        yield (
+            f'<tr><th scope="row"><span class="key {_kind(who)}">{_escaped(_name(who, members))}</span></th>'
+            f"{_share(decided, total, _kind(who))}{_share(sum(said.agrees for said in heard), len(heard))}"
+            f"<td>{f'{sum(probs) / len(probs):.2f}' if probs else '–'}</td>"
+            f"<td>{'–' if who is None else len(heard)}</td></tr>"
         )
+
+
+def _notes(decisions: Sequence[Decision], num_rows: int, kind: str) -> Iterator[str]:
+    yield f"{len(decisions)} {kind} in {num_rows} {'text' if num_rows == 1 else 'texts'}"
     several = [d for d in decisions if sum(said is not None for said in d.members) > 1]
-    kind = "spans" if is_by_spans else "decisions"
-    notes = [f"{len(decisions)} {kind} in {len(rows)} {'text' if len(rows) == 1 else 'texts'}"]
     if several:
         agreed = sum(decision.agreement == 1 for decision in several)
-        notes.append(f"all members agreed in {agreed} of the {len(several)} in which several were heard")
+        yield f"all members agreed in {agreed} of the {len(several)} in which several were heard"
     gated = [decision.is_gate_open for decision in decisions if decision.is_gate_open is not None]
     if gated:
-        notes.append(f"the gate was open in {sum(gated)} of {len(gated)}")
-    agreed_as = "wrote the chosen span" if is_by_spans else "own best was chosen"
-    return (
-        '<table><thead><tr><th scope="col">Member</th><th scope="col">decided</th>'
-        f'<th scope="col">{agreed_as}</th><th scope="col">mean probability of the chosen</th><th scope="col">heard</th></tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table><p>{_escaped('; '.join(notes))}.</p>"
-    )
+        yield f"the gate was open in {sum(gated)} of {len(gated)}"
+
+
+def _kind(who: int | None) -> str:
+    return "none" if who is None else f"m{who % 8}"
+
+
+def _name(who: int | None, members: Sequence[str]) -> str:
+    return "no single member" if who is None else members[who]
 
 
 def _text(number: int, row: Sequence[Decision], members: Sequence[str], prompt: str) -> str:
     spans = []
     for n, decision in enumerate(row):
         who = decision.decided_by
-        classes = ["d", "none" if who is None else f"m{who % 8}"]
+        classes = ["d", _kind(who)]
         if not decision.text:
             classes.append("control" if decision.control else "fragment")
         said = None if who is None else decision.members[who]
         sure = decision.probability if said is None or said.probability is None else said.probability
         strength = 0.35 if sure is None else 0.06 + 0.5 * sure
         inner = _marked(decision.text) + (f"<i>{_escaped(decision.control)}</i>" if decision.control else "")
-        name = "no single member" if who is None else members[who]
         spans.append(
             f'<span class="{" ".join(classes)}" style="--p:{strength:.2f}" data-n="{n}" '
-            f'tabindex="{-1 if n else 0}" aria-label="{_escaped(f"{decision.label}, {name}")}">{inner}</span>'
+            f'tabindex="{-1 if n else 0}" aria-label="{_escaped(f"{decision.label}, {_name(who, members)}")}">{inner}</span>'
         )
     return (
         f'<div class="text" dir="auto" data-row="{number}" role="group" aria-label="Text {number + 1}">'

@@ -1,7 +1,8 @@
 """What members, ids and prompts are called, and what ids write, where decisions are shown."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import compress
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -9,50 +10,25 @@ from torch import Tensor
 from ..members.member import Member
 from .decision import texts_of_pieces
 
-
-class Piece(NamedTuple):
-    """What one decision writes; see `Decision` for the fields."""
-
-    ids: tuple[int, ...]
-    data: bytes
-    text: str
-    control: str
+Piece: TypeAlias = tuple[tuple[int, ...], bytes, str, str]
+"""What one decision writes: the first fields of `Decision`, ids, data, text and control."""
 
 
-class Namer:
-    """What ids are called.
+def name_of(member: Member, i: int) -> str:
+    """Say what one of a member's ids writes, or its token's name."""
+    entry = member.encoder.token_bytes.entry(i)
+    if entry:
+        return entry.decode("utf-8", "replace")
+    return str(member.tokenizer.convert_ids_to_tokens(i) or f"id {i}")
 
-    Args:
-        members: The members; the first is the primary.
 
-    """
-
-    def __init__(self, members: Sequence[Member]):
-        self._members = members
-        self._known: dict[tuple[int, int], str] = {}
-
-    def name(self, index: int, i: int) -> str:
-        """Say what one of a member's ids writes, or its token's name.
-
-        Args:
-            index: The member's number.
-            i: The id.
-        """
-        if (index, i) not in self._known:
-            token_bytes = self._members[index].encoder.token_bytes
-            entry = token_bytes.entry(i)
-            token = None if entry else self._members[index].tokenizer.convert_ids_to_tokens(i)
-            self._known[index, i] = entry.decode("utf-8", "replace") if entry else str(token or f"id {i}")
-        return self._known[index, i]
-
-    def pieces(self, ids_of_decisions: Sequence[Sequence[int]]) -> list[Piece]:
-        """Say what the primary's ids of each decision of a row write."""
-        primary = self._members[0]
-        written = [primary.encoder.token_bytes.write(ids) for ids in ids_of_decisions]
-        return [
-            Piece(tuple(ids), data, text, "".join(self.name(0, i) for i in ids if primary.is_control(i)))
-            for ids, data, text in zip(ids_of_decisions, written, texts_of_pieces(written), strict=True)
-        ]
+def pieces_of(primary: Member, ids_of_decisions: Sequence[Sequence[int]]) -> list[Piece]:
+    """Say what the primary's ids of each decision of a row write."""
+    written = [primary.encoder.token_bytes.write(ids) for ids in ids_of_decisions]
+    return [
+        (tuple(ids), data, text, "".join(name_of(primary, i) for i in ids if primary.is_control(i)))
+        for ids, data, text in zip(ids_of_decisions, written, texts_of_pieces(written), strict=True)
+    ]
 
 
 def names_of(members: Sequence[Member]) -> tuple[str, ...]:
@@ -65,11 +41,7 @@ def names_of(members: Sequence[Member]) -> tuple[str, ...]:
 def prompts_of(primary: Member, ids: Tensor, mask: Tensor | None) -> tuple[str, ...]:
     """Give each row's prompt as text, control tokens by name; see `DecisionRecorder` for the arguments."""
     keep = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
-    if len(keep) != len(ids):
-        keep = keep.repeat_interleave(len(ids) // len(keep), dim=0)
-    rows = [
-        [i for i, is_kept in zip(row, kept, strict=True) if is_kept]
-        for row, kept in zip(ids.tolist(), keep.tolist(), strict=True)
-    ]
+    keep = keep.repeat_interleave(len(ids) // len(keep), dim=0)
+    rows = [list(compress(row, kept)) for row, kept in zip(ids.tolist(), keep.tolist(), strict=True)]
     decoded: list[str] = primary.tokenizer.batch_decode(rows, skip_special_tokens=False)
     return tuple(decoded)

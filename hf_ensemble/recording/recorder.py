@@ -14,7 +14,7 @@ from ..methods.base import MemberMaps
 from ..mixing import merge_duplicates, top_entries
 from .decision import Decision, Entry, MemberDecision
 from .decisions import Decisions
-from .names import Namer, Piece, names_of, prompts_of
+from .names import Piece, name_of, names_of, pieces_of, prompts_of
 
 _BLOCK = 256
 """Steps after which what was recorded moves to the host, so that a long text holds little memory on the device."""
@@ -31,9 +31,8 @@ class _Step:
         closed: Rows that a gate closed; None without a gate.
         queued: Rows that do not choose.
         members: Numbers of those of which something is recorded.
-        values: For each row the ensemble's probability of what was chosen, then, for each member, its own and those of
-            its best entries; once it is chosen.
-        ids: For each row and member, the ids of its best entries, then 1 for those that are what was chosen; likewise.
+        numbers: For each row the ensemble's probability of what was chosen, then, for each member, its own, those of its
+            best entries, their ids, and 1 for those that are what was chosen; once it is chosen.
     """
 
     number: int
@@ -42,8 +41,7 @@ class _Step:
     closed: Collection[int] | None
     queued: Collection[int]
     members: list[int]
-    values: Any = None
-    ids: Any = None
+    numbers: Any = None
 
 
 @dataclass
@@ -73,9 +71,7 @@ class DecisionRecorder:
         self._prompts = prompts_of(self.members[0], self.prompt_ids, self.prompt_mask)
         # Log-probabilities of the ensemble and of the members that count, kept until the choice is known.
         self._pending: tuple[Tensor, dict[int, Tensor], _Step] | None = None
-        self._num_steps = 0
         self._steps: list[_Step] = []
-        self._num_on_host = 0
         self._done: list[Tensor] = []
 
     @cached_property
@@ -110,7 +106,7 @@ class DecisionRecorder:
             if one is not None and bool(heard[:, index].any()):
                 maps = self.maps[index]
                 logprobs[index] = (one if maps.takes_all else one + maps.mask).log_softmax(-1)
-        step = _Step(self._num_steps, weights, heard, closed, queued, list(logprobs))
+        step = _Step(len(self._done), weights, heard, closed, queued, list(logprobs))
         self._pending = fused, logprobs, step
 
     def choose(self, chosen: Tensor, done: Tensor) -> None:
@@ -121,7 +117,6 @@ class DecisionRecorder:
             done: Rows that have ended, of shape `(batch_size,)`.
         """
         self._done.append(done)
-        self._num_steps += 1
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -132,7 +127,7 @@ class DecisionRecorder:
         own = primary.to_union[chosen.clamp_max(size - 1)]
         union = torch.where(chosen < size, own, chosen)
         key = union if self.is_wide else self._keys[0][chosen]
-        values, ids = [fused.gather(-1, chosen).exp()], [chosen[:, :0]]
+        numbers = [fused.gather(-1, chosen).exp()]
         for index, logprobs in of_member.items():
             maps = self.maps[index]
             is_chosen = self._keys[index] == key  # (B, V)
@@ -143,23 +138,21 @@ class DecisionRecorder:
                 prob = torch.where(prob > 0, prob, begun)
             entries = merge_duplicates(logprobs, maps.duplicates)
             best, best_ids = top_entries(entries, min(self.num_entries, entries.shape[-1]))
-            values += [prob.clamp_max(1.0), best.exp()]
-            ids += [best_ids, (self._keys[index][best_ids] == key).long()]
-        step.values, step.ids = torch.cat(values, -1), torch.cat(ids, -1)
+            numbers += [prob.clamp_max(1.0), best.exp(), best_ids, self._keys[index][best_ids] == key]
+        # As float32, in which ids are exact.
+        step.numbers = torch.cat(numbers, -1)
         self._steps.append(step)
-        if len(self._steps) - self._num_on_host >= _BLOCK:
+        if len(self._steps) % _BLOCK == 0:
             self._move_to_host()
 
     def _move_to_host(self) -> None:
-        """Move what was recorded since the last time, in two transfers."""
-        steps = self._steps[self._num_on_host :]
-        self._num_on_host = len(self._steps)
-        for name in ("values", "ids") if steps else ():
-            tensors = [getattr(step, name) for step in steps]
-            flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
-            parts = flat.split([tensor.numel() for tensor in tensors])
-            for step, tensor, part in zip(steps, tensors, parts, strict=True):
-                setattr(step, name, part.view(tensor.shape).tolist())
+        """Move what was recorded since the last time, in one transfer."""
+        steps = [step for step in self._steps if isinstance(step.numbers, Tensor)]
+        if steps:
+            flat = torch.cat([step.numbers.flatten() for step in steps]).cpu()
+            parts = flat.split([step.numbers.numel() for step in steps])
+            for step, part in zip(steps, parts, strict=True):
+                step.numbers = part.view(step.numbers.shape).tolist()
 
     def decisions(self, sequences: Tensor) -> Decisions:
         """Put together what was recorded.
@@ -168,33 +161,32 @@ class DecisionRecorder:
             sequences: The output of the call, prompts included, of shape `(batch_size, length)`.
         """
         self._move_to_host()
-        namer = Namer(self.members)
-        written = sequences[:, sequences.shape[1] - self._num_steps :].tolist()
+        written = sequences[:, sequences.shape[1] - len(self._done) :].tolist()
         ended = torch.stack(self._done).cpu() if self._done else torch.zeros(0, len(written), dtype=torch.bool)
         # The step in which a row ends still writes in it; later ones do not.
-        lengths = (~ended).long().cumprod(0).sum(0).add(1).clamp_max(self._num_steps).tolist()
+        lengths = (~ended).long().cumprod(0).sum(0).add(1).clamp_max(len(self._done)).tolist()
         rows = []
         for row, length in enumerate(lengths):
             steps = [step for step in self._steps if step.number < length and row not in step.queued]
             starts = [step.number for step in steps]
-            pieces = namer.pieces([written[row][a:b] for a, b in pairwise([*starts, length])])
-            rows.append(tuple(self._decision(row, *one, namer) for one in zip(steps, pieces, strict=True)))
+            pieces = pieces_of(self.members[0], [written[row][a:b] for a, b in pairwise([*starts, length])])
+            rows.append(tuple(self._decision(row, *one) for one in zip(steps, pieces, strict=True)))
         return Decisions(tuple(rows), names_of(self.members), self._prompts)
 
-    def _decision(self, row: int, step: _Step, piece: Piece, namer: Namer) -> Decision:
+    def _decision(self, row: int, step: _Step, piece: Piece) -> Decision:
         said: list[MemberDecision | None] = [None] * len(self.members)
-        values, ids_of_row = iter(step.values[row]), iter(step.ids[row])
-        prob_of_chosen = next(values)
+        numbers = iter(step.numbers[row])
+        prob_of_chosen = next(numbers)
         for index in step.members:
             k = min(self.num_entries, len(self.maps[index].mask))
-            prob, best_probs = next(values), list(islice(values, k))
-            best_ids, is_chosen = list(islice(ids_of_row, k)), list(islice(ids_of_row, k))
+            prob = next(numbers)
+            best_probs, best_ids, is_chosen = (list(islice(numbers, k)) for _ in range(3))
             if bool(step.heard[row, index]):
                 pairs = zip(best_ids, best_probs, strict=True)
                 said[index] = MemberDecision(
                     weight=float(step.weights[row, index]),
                     probability=prob,
-                    best=tuple(Entry(namer.name(index, i), value) for i, value in pairs if value > 0),
+                    best=tuple(Entry(name_of(self.members[index], int(i)), p) for i, p in pairs if p > 0),
                     agrees=bool(is_chosen[0]),
                     proposes=any(is_chosen),
                 )

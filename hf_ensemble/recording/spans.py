@@ -9,7 +9,7 @@ from ..members.member import Member
 from ..methods.sweetspan import SpanScore, perplexity
 from .decision import Decision, Entry, MemberDecision
 from .decisions import Decisions
-from .names import Namer, Piece, names_of, prompts_of
+from .names import Piece, name_of, names_of, pieces_of, prompts_of
 
 
 @dataclass(frozen=True)
@@ -70,35 +70,34 @@ def decisions_of_rounds(
         prompt_ids: Of shape `(batch_size, prompt_length)`, a row for each row of the output.
         prompt_mask: As for `DecisionRecorder`.
     """
-    namer = Namer(members)
-    end = namer.name(0, end_ids[0]) if end_ids else ""
+    end = name_of(members[0], end_ids[0]) if end_ids else ""
     rows = []
     for of_row in written:
-        pieces = zip(of_row, namer.pieces([ids for _, ids in of_row]), strict=True)
+        pieces = zip(of_row, pieces_of(members[0], [ids for _, ids in of_row]), strict=True)
         rows.append(tuple(_decision_of_round(one, piece, end, score) for (one, _), piece in pieces))
     return Decisions(tuple(rows), names_of(members), prompts_of(members[0], prompt_ids, prompt_mask), is_by_spans=True)
 
 
 def _decision_of_round(one: SpanRound, piece: Piece, end: str, score: SpanScore) -> Decision:
+    said = tuple(_said(one, index, end, score) for index in range(len(one.num_forwards)))
+    proposers = one.candidates[one.winner].proposers
+    decided_by = max(proposers, key=lambda index: (item.probability or 0.0) if (item := said[index]) else 0.0)
+    return Decision(*piece, None, decided_by, None, said)
+
+
+def _said(one: SpanRound, index: int, end: str, score: SpanScore) -> MemberDecision | None:
+    """What one member said to the winner of a round."""
     winner = one.candidates[one.winner]
-    said: list[MemberDecision | None] = []
-    for index in range(len(one.num_forwards)):
-        wrote = index in winner.proposers
-        if winner.scores is None:
-            said.append(MemberDecision(None, None, (), True, True) if wrote else None)
-            continue
-        scores = [item.scores[index] if item.scores else None for item in one.candidates]
-        # The geometric mean over tokens, or over bytes.
-        probs = [None if value is None else 1.0 / perplexity(value, score) for value in scores]
-        if probs[one.winner] is None:
-            said.append(None)
-            continue
-        offered = [
-            Entry(item.text + end * item.has_eos, prob)
-            for item, prob in zip(one.candidates, probs, strict=True)
-            if prob is not None
-        ]
-        best = tuple(sorted(offered, key=lambda entry: -entry.probability))
-        said.append(MemberDecision(None, probs[one.winner], best, wrote, wrote))
-    decided_by = max(winner.proposers, key=lambda index: (item.probability or 0.0) if (item := said[index]) else 0.0)
-    return Decision(*piece, None, decided_by, None, tuple(said))
+    wrote = index in winner.proposers
+    if winner.scores is None:
+        return MemberDecision(None, None, (), True, True) if wrote else None
+    if (of_winner := winner.scores[index]) is None:
+        return None
+    # The geometric mean over tokens, or over bytes.
+    offered = [
+        Entry(item.text + end * item.has_eos, 1.0 / perplexity(value, score))
+        for item in one.candidates
+        if item.scores and (value := item.scores[index]) is not None
+    ]
+    best = tuple(sorted(offered, key=lambda entry: -entry.probability))
+    return MemberDecision(None, 1.0 / perplexity(of_winner, score), best, wrote, wrote)

@@ -11,8 +11,9 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from ..errors import VocabularyError
+from ..mixing import top_entries
 from .store import load_or_build, store_key
-from .token_bytes import TEXT
+from .token_bytes import TEXT, text_or_none
 from .union import UnionVocabulary
 
 _MAX_DISTANCES, _MAX_SIMILARITIES = 1 << 24, 1 << 26
@@ -71,13 +72,10 @@ def load_or_build_similar(
     """
     digests = [_digest(weight) for weight in output_embeddings]
     key = _pair_key("eva", union, member, digests, neighbours, min_similarity)
-
-    def build() -> dict[str, np.ndarray]:
-        # What is stored must not depend on the caller's autocast.
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            return _build_similar(union, member, output_embeddings, neighbours, min_similarity, device)
-
-    arrays = load_or_build(key, build)
+    options = (neighbours, min_similarity, device)
+    # What is stored must not depend on the caller's autocast.
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        arrays = load_or_build(key, lambda: _build_similar(union, member, output_embeddings, *options))
     return arrays["ids"], arrays["shares"]
 
 
@@ -115,9 +113,10 @@ def _build_nearest(union: UnionVocabulary, member: int) -> np.ndarray:
 
 def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.ndarray:
     """The place of the nearest of `choices` to each of `entries`; of several, the first."""
-    is_text, choice_is_text = (np.array([_is_text(entry) for entry in some]) for some in (entries, choices))
-    distances = np.full(len(entries), np.iinfo(np.int64).max)
-    places = np.full(len(entries), len(choices))
+    is_text, choice_is_text = (
+        np.array([text_or_none(entry) is not None for entry in some]) for some in (entries, choices)
+    )
+    best = np.full(len(entries), np.iinfo(np.int64).max)
 
     def compare(queries: np.ndarray, among: np.ndarray, encoding: str) -> None:
         rows, columns = np.flatnonzero(queries), np.flatnonzero(among)
@@ -130,39 +129,28 @@ def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.n
         read = (entries[n].decode(encoding) for n in rows.tolist())
         spelled = ["".join(char if char in known else unlike for char in text) for text in read]
         unique = {text: n for n, text in enumerate(dict.fromkeys(spelled))}
-        found, at = _nearest_texts(list(unique), texts)
-        back = np.array([unique[text] for text in spelled], dtype=np.int64)
-        _put_nearer(distances, places, rows, found[back], columns[at[back]])
+        distances, at = np.divmod(_nearest_texts(list(unique), texts), len(texts))
+        found = distances * len(choices) + columns[at]
+        best[rows] = np.minimum(best[rows], found[[unique[text] for text in spelled]])
 
     compare(is_text, choice_is_text, "utf-8")
     # One character a byte.
     compare(is_text, ~choice_is_text, "latin-1")
     compare(~is_text, np.ones_like(choice_is_text), "latin-1")
-    return places
+    return best % len(choices)
 
 
-def _put_nearer(
-    distances: np.ndarray, places: np.ndarray, rows: np.ndarray, found: np.ndarray, at: np.ndarray
-) -> None:
-    """Put distances that were found for some rows, and their places, where they are nearer; of equals the first."""
-    better = (found < distances[rows]) | ((found == distances[rows]) & (at < places[rows]))
-    rows = rows[better]
-    distances[rows], places[rows] = found[better], at[better]
+def _nearest_texts(queries: Sequence[str], choices: Sequence[str]) -> np.ndarray:
+    """The nearest choice to each query, and how near: its Levenshtein distance times `len(choices)`, plus its place.
 
-
-def _is_text(entry: bytes) -> bool:
-    return entry.decode(errors="ignore").encode() == entry
-
-
-def _nearest_texts(queries: Sequence[str], choices: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The Levenshtein distance from each query to the nearest choice, and its place; of several, the first."""
+    So the least of several is the first of the nearest.
+    """
     from rapidfuzz.distance import Levenshtein
     from rapidfuzz.process import cdist
 
     query_lengths = np.array(list(map(len, queries)))
     choice_lengths = np.array(list(map(len, choices)))
     best = np.full(len(queries), np.iinfo(np.int64).max)
-    places = np.full(len(queries), len(choices))
     with tqdm(total=len(queries), desc="MinED: nearest entries", unit="entry", disable=None) as progress:
         for length in np.unique(query_lengths).tolist():
             still_open = np.flatnonzero(query_lengths == length)
@@ -175,16 +163,15 @@ def _nearest_texts(queries: Sequence[str], choices: Sequence[str]) -> tuple[np.n
                     rows = still_open[start : start + num_rows]
                     texts = [queries[n] for n in rows.tolist()]
                     distances = cdist(texts, among_texts, scorer=Levenshtein.distance, dtype=np.uint16, workers=-1)
-                    at = distances.argmin(axis=1)
-                    found = distances[np.arange(len(rows)), at].astype(np.int64)
-                    _put_nearer(best, places, rows, found, among[at])
-                is_open = best[still_open] > band
+                    found = distances.min(axis=1).astype(np.int64) * len(choices) + among[distances.argmin(axis=1)]
+                    best[rows] = np.minimum(best[rows], found)
+                is_open = best[still_open] // len(choices) > band
                 progress.update(int((~is_open).sum()))
                 still_open = still_open[is_open]
                 if not len(still_open):
                     break
             progress.update(len(still_open))
-    return best, places
+    return best
 
 
 # --- By embeddings --------------------------------------------------------------------------------------------------
@@ -217,8 +204,9 @@ def _build_similar(
         return arrays
 
     is_alive, member_is_alive = ((weight != 0).any(-1).cpu().numpy() for weight in output_embeddings)
-    anchors = common[is_alive[common] & member_is_alive[own[common]]]
-    if not len(anchors):
+    common = common[member_is_alive[own[common]]]
+    is_anchor = is_alive[common]
+    if not is_anchor.any():
         names = [union.encoders[index].token_bytes.name for index in (0, member)]
         raise VocabularyError(
             f"EVA aligns two members by the entries that both have, but {names[0]!r} and {names[1]!r} have none in "
@@ -226,13 +214,12 @@ def _build_similar(
         )
     missing = missing[member_is_alive[missing]]
     primary_ids = primary_ids[is_alive[primary_ids]]
-    member_ids = np.concatenate([missing, own[common][member_is_alive[own[common]]]])
+    member_ids = np.concatenate([missing, own[common]])
     width = max(weight.shape[1] for weight in output_embeddings)
     space = _unit_space(output_embeddings[0], primary_ids, width, device)
     member_space = _unit_space(output_embeddings[1], member_ids, width, device)
-    row_of, member_row_of = np.zeros(len(is_alive), dtype=np.int64), np.zeros(num_ids, dtype=np.int64)
-    row_of[primary_ids], member_row_of[member_ids] = np.arange(len(primary_ids)), np.arange(len(member_ids))
-    covariance = member_space[member_row_of[own[anchors]]].T @ space[row_of[anchors]]
+    anchors = space[np.searchsorted(primary_ids, common[is_anchor])]
+    covariance = member_space[len(missing) + np.flatnonzero(is_anchor)].T @ anchors
     left, _, right = torch.linalg.svd(covariance.double().cpu())
     member_space = member_space @ (left @ right).to(member_space)
 
@@ -249,8 +236,10 @@ def _build_similar(
             similarities = member_space[start : start + len(of_block)] @ space.T
             member_nearness = _mean_of_best(similarities, neighbours)
             similarities.mul_(2).sub_(member_nearness).sub_(nearness)
-            row, rank, column, values = _best_of_rows(similarities, neighbours, min_similarity)
-            ids[of_block[row], rank], shares[of_block[row], rank] = primary_ids[column], values
+            best = top_entries(similarities, min(neighbours, len(space)))
+            values, places = (found.cpu().numpy() for found in best)
+            ids[of_block, : values.shape[1]] = np.where(values >= min_similarity, primary_ids[places], -1)
+            shares[of_block, : values.shape[1]] = np.where(values >= min_similarity, values, 0.0)
             progress.update(len(of_block))
     shares[missing] /= np.maximum(shares[missing].sum(-1, keepdims=True), np.finfo(np.float32).tiny)
     return arrays
@@ -265,19 +254,3 @@ def _unit_space(weight: Tensor, ids: np.ndarray, width: int, device: torch.devic
 
 def _mean_of_best(similarities: Tensor, count: int) -> Tensor:
     return similarities.topk(min(count, similarities.shape[1])).values.mean(-1, keepdim=True)
-
-
-def _best_of_rows(similarities: Tensor, count: int, least: float) -> tuple[np.ndarray, ...]:
-    """The best of every row, at most `count` and at least `least` large; of equals the lowest columns.
-
-    Returns:
-        Row, rank in it, column and value of each, sorted by row and rank.
-    """
-    worst = similarities.topk(min(count, similarities.shape[1])).values[:, -1:]
-    row, column = (similarities >= worst.clamp_min(least)).nonzero(as_tuple=True)
-    found = [array.cpu().numpy() for array in (row, column, similarities[row, column])]
-    order = np.lexsort((found[1], -found[2], found[0]))
-    rows, columns, values = (array[order] for array in found)
-    ranks = np.arange(len(rows)) - np.searchsorted(rows, rows)
-    is_best = ranks < count
-    return rows[is_best], ranks[is_best], columns[is_best], values[is_best]

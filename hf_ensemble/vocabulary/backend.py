@@ -46,10 +46,7 @@ def flatten_component(state: dict[str, Any] | None, key: str) -> list[dict[str, 
 def bare_view(backend: Tokenizer) -> Tokenizer:
     """A tokenizer with the same vocabulary, normalizer and pre-tokenizer, and no added tokens, padding or truncation."""
     view = Tokenizer(backend.model)
-    if backend.normalizer is not None:
-        view.normalizer = backend.normalizer
-    if backend.pre_tokenizer is not None:
-        view.pre_tokenizer = backend.pre_tokenizer
+    view.normalizer, view.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
     return view
 
 

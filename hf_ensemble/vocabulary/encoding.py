@@ -1,19 +1,17 @@
 """Which ids of a tokenizer write given bytes, as the start or the continuation of a text."""
 
 import codecs
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from .token_bytes import TEXT, TokenBytes
+from .token_bytes import TEXT, TokenBytes, text_or_none
 from .tokenizer_views import SEPARATOR, TokenizerView, TokenizerViews
 
 _REPLACEMENT = "�"
-_MORE_THAN_ANY = 1 << 40
+_NO_TEXT, _END = b"\xff", b"\xfe\xff" * 8
 
 
 class ByteEncoder:
@@ -44,7 +42,7 @@ class ByteEncoder:
         text_ids = (self.token_bytes.kinds == TEXT).nonzero()[0][::-1].tolist()
         found = {entries[i]: i for i in text_ids}
         for data in {entries[i] for i in text_ids if found[entries[i]] != i}:
-            text = _text_or_none(data)
+            text = text_or_none(data)
             ids = [] if text is None else self._encode_view(self._views.continuation, text)
             if len(ids) == 1 and self.token_bytes.entries[ids[0]] == data:
                 found[data] = ids[0]
@@ -71,22 +69,18 @@ class ByteEncoder:
         """
         if data in self.id_of:
             return [self.id_of[data]]
-        ids: list[int] = []
-        for text, invalid in _utf8_segments(data):
-            part = self._encode_text(text) if text else self.byte_tokens(invalid)
-            if part is None:
-                return None
-            ids += part
-        return ids
+        parts = [self._encode_text(text) if text else self.byte_tokens(invalid) for text, invalid in _segments(data)]
+        return None if None in parts else [i for part in parts for i in part or ()]
 
     def encode_batch(self, batch: Sequence[bytes]) -> list[list[int] | None]:
         """Encode many byte strings as `encode` does; the common case runs in the tokenizer's threads."""
-        texts = [None if data in self.id_of else _text_or_none(data) for data in batch]
+        texts = [None if data in self.id_of else text_or_none(data) for data in batch]
         plain = [n for n, text in enumerate(texts) if text is not None and SEPARATOR not in text]
-        ids, bounds = self._views.separating.encode_separated([texts[n] or "" for n in plain])
-        exact = self._is_exact(ids, bounds, [batch[n] for n in plain]).tolist()
-        flat, edges = ids.tolist(), itertools.pairwise(bounds.tolist())
-        found = {n: flat[a:b] for n, (a, b), is_exact in zip(plain, edges, exact, strict=True) if is_exact}
+        encoded = self._views.separating.encode_separated([texts[n] or "" for n in plain])
+        entries, num_ids = self._entries_and_end, self.token_bytes.num_ids
+        # All at once; -1 gives what ends each.
+        written = b"".join([entries[min(i, num_ids)] for ids in encoded for i in (*ids, -1)]).split(_END)
+        found = {n: ids for n, ids, data in zip(plain, encoded, written, strict=False) if data == batch[n]}
         return [found[n] if n in found else self.encode(data) for n, data in enumerate(batch)]
 
     def encode_context(self, text: str, start: bool = False) -> list[int]:
@@ -100,15 +94,16 @@ class ByteEncoder:
         """
         if start:
             text = self._views.with_start_space(text)
-        missing = self._missing_bytes
-        if not missing or len(data := text.encode("utf-8", "replace")) == len(data.translate(None, missing)):
+        unwritable = self._unwritable_chars(text)
+        if not unwritable:
             return self._encode_view(self._views.continuation, text)
         ids: list[int] = []
-        for run in re.split(f"([{re.escape(''.join(sorted(self._unwritable_chars(text))))}])", text):
-            if run and len(run.encode("utf-8").translate(None, missing)) == len(run.encode("utf-8")):
-                ids += self._encode_view(self._views.continuation, run)
-            elif run:
+        # Every second run is one of them.
+        for n, run in enumerate(re.split(f"([{re.escape(''.join(sorted(unwritable)))}])", text)):
+            if n % 2:
                 ids += self._replace_missing(run.encode("utf-8"))
+            elif run:
+                ids += self._encode_view(self._views.continuation, run)
         return ids
 
     def encode_context_bytes(self, data: bytes) -> list[int]:
@@ -116,15 +111,12 @@ class ByteEncoder:
         exact = self.encode(data)
         if exact is not None:
             return exact
-        ids: list[int] = []
-        for text, invalid in _utf8_segments(data):
-            ids += self.encode_context(text) if text else self._replace_missing(invalid)
-        return ids
+        parts = [self.encode_context(text) if text else self._replace_missing(lost) for text, lost in _segments(data)]
+        return [i for part in parts for i in part]
 
     def replace_unwritable(self, text: str) -> str:
         """Put U+FFFD in place of every character that this tokenizer would lose."""
-        missing = self._unwritable_chars(text) if self._missing_bytes else ()
-        return text.translate({ord(char): _REPLACEMENT for char in missing})
+        return text.translate({ord(char): _REPLACEMENT for char in self._unwritable_chars(text)})
 
     def byte_tokens(self, data: bytes) -> list[int] | None:
         """Encode bytes as one token a byte, or None if this tokenizer lacks one of them."""
@@ -172,8 +164,10 @@ class ByteEncoder:
         return self.token_bytes.missing_bytes
 
     def _unwritable_chars(self, text: str) -> set[str]:
-        missing = set(self._missing_bytes)
-        return {char for char in set(text) if not missing.isdisjoint(char.encode("utf-8", "replace"))}
+        missing = self._missing_bytes
+        if not missing or len(data := text.encode("utf-8", "replace")) == len(data.translate(None, missing)):
+            return set()
+        return {char for char in set(text) if not set(missing).isdisjoint(char.encode("utf-8", "replace"))}
 
     def _replace_missing(self, data: bytes) -> list[int]:
         """Write bytes that are no text here: byte tokens, and what stands for U+FFFD where there is none."""
@@ -199,25 +193,13 @@ class ByteEncoder:
         ids = view.encode(text)
         return ids if self._suspicious_ids.isdisjoint(ids) else self._respell(view, text)
 
-    def _is_exact(self, ids: np.ndarray, bounds: np.ndarray, batch: list[bytes]) -> np.ndarray:
-        """Whether each run of ids writes exactly its bytes, with no suspicious id, of shape `(len(batch),)`."""
-        written = np.concatenate([[0], np.cumsum(self._lengths[np.minimum(ids, self.token_bytes.num_ids)])])[bounds]
-        wanted = np.array(list(map(len, batch)), dtype=np.int64)
-        exact: np.ndarray = np.diff(written) == wanted
-        entries = self.token_bytes.entries
-        found = b"".join([entries[i] for i in ids[np.repeat(exact, np.diff(bounds))].tolist()])
-        data = b"".join(itertools.compress(batch, exact.tolist()))
-        wrong = np.flatnonzero(np.frombuffer(found, dtype=np.uint8) != np.frombuffer(data, dtype=np.uint8))
-        which = np.searchsorted(np.cumsum(wanted[exact]), wrong, side="right")
-        exact[np.flatnonzero(exact)[which]] = False
-        return exact
-
     @cached_property
-    def _lengths(self) -> np.ndarray:
-        """Bytes that an id writes, of shape `(num_ids + 1,)`; more than any text has for suspicious and rowless ids."""
-        lengths = np.append(self.token_bytes.lengths, _MORE_THAN_ANY)
-        lengths[[i for i in self._suspicious_ids if i < len(lengths)]] = _MORE_THAN_ANY
-        return lengths
+    def _entries_and_end(self) -> list[bytes]:
+        """What each id writes, no text for ids that ask for a closer look and those without a row, and the end."""
+        entries = [*self.token_bytes.entries, _NO_TEXT, _END]
+        for i in self._suspicious_ids:
+            entries[min(i, self.token_bytes.num_ids)] = _NO_TEXT
+        return entries
 
     @cached_property
     def _suspicious_ids(self) -> set[int]:
@@ -265,22 +247,8 @@ def split_begun_character(data: bytes) -> tuple[str, bytes]:
     return decoder.decode(data), decoder.getstate()[0]
 
 
-def _utf8_segments(data: bytes) -> Iterator[tuple[str, bytes]]:
+def _segments(data: bytes) -> list[tuple[str, bytes]]:
     """Cut bytes into runs of valid text and runs of bytes that are none: pairs of which one is empty."""
-    text = _text_or_none(data)
-    if text is not None:
-        yield text, b""
-        return
     # surrogateescape gives every byte that is no valid UTF-8 a character of its own, U+DC80 to U+DCFF.
-    for run in re.findall("[\udc80-\udcff]+|[^\udc80-\udcff]+", data.decode("utf-8", "surrogateescape")):
-        if "\udc80" <= run[0] <= "\udcff":
-            yield "", run.encode("utf-8", "surrogateescape")
-        else:
-            yield run, b""
-
-
-def _text_or_none(data: bytes) -> str | None:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
+    runs = re.finditer("([\udc80-\udcff]+)|[^\udc80-\udcff]+", data.decode("utf-8", "surrogateescape"))
+    return [("", run[1].encode("utf-8", "surrogateescape")) if run[1] else (run[0], b"") for run in runs]

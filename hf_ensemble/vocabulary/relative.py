@@ -1,5 +1,6 @@
 """Relative representations: a token as its similarities to the anchors, formed for the tokens that are asked for."""
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -175,13 +176,9 @@ class TakenRows:
         Returns:
             Of shape `(batch_size, num_anchors)`, on the device of `probs`.
         """
-        weights = probs.to(self._ids.device)
-        if self._held is not None and self._ids.ndim == 2:
-            return (weights[:, None] @ self._held)[:, 0].to(probs.device)
-        total = torch.zeros((), device=weights.device)
-        for part, rows in self._blocks():
-            total = total + weights[:, part] @ rows
-        return total.to(probs.device)
+        weights = probs.to(self._ids.device)[:, None]
+        products = ((weights[..., part] @ rows)[:, 0] for part, rows in self._blocks())
+        return functools.reduce(torch.add, products).to(probs.device)
 
     def compare(self, weights: Tensor) -> Tensor:
         """Multiply every row by weights of the anchors.

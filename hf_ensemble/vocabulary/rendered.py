@@ -8,6 +8,7 @@ from functools import cached_property
 from tokenizers import AddedToken, Tokenizer
 
 from .backend import bare_view, prefix_ids
+from .tokenizer_views import TokenizerView
 
 
 class RenderedEncoder:
@@ -39,8 +40,7 @@ class RenderedEncoder:
         """Put a sign inside every control token that a text spells, and where it ends with the beginning of one."""
         text = self._whole.sub(rf"\1{sign}", text) if self._control else text
         end = len(text.rstrip())
-        is_begun = any(text[max(0, end - n) : end] in self._beginnings for n in range(1, self._longest))
-        return text[:end] + sign + text[end:] if is_begun else text
+        return text[:end] + sign + text[end:] if text[:end].endswith(self._beginnings) else text
 
     def mark_all(self, text: str, sign: str) -> str:
         """Put a sign also after whatever may begin a control token, in case a template joins what it cuts apart."""
@@ -59,12 +59,8 @@ class RenderedEncoder:
         return _each_start({surface[0] for surface in self._id_of})
 
     @cached_property
-    def _beginnings(self) -> set[str]:
-        return {surface[:n] for surface in self._id_of for n in range(1, len(surface))}
-
-    @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._id_of), default=0)
+    def _beginnings(self) -> tuple[str, ...]:
+        return tuple({surface[:n] for surface in self._id_of for n in range(1, len(surface))})
 
     def _scanner(self, sign: str) -> re.Pattern[str]:
         if sign not in self._scanners:
@@ -79,24 +75,18 @@ class RenderedEncoder:
     def encode(self, text: str, sign: str) -> list[int]:
         """Encode a rendering of marked content."""
         if self._control:
-            pieces = self._scanner(sign).split(text)
-            # Every second piece is a control token.
-            pieces[1::2] = [self._name(self._id_of[surface]) for surface in pieces[1::2]]
-            text = "".join(pieces)
+            text = self._scanner(sign).sub(lambda control: self._name(self._id_of[control[0]]), text)
         return self._encode(text.replace(sign, ""))
 
     def _encode(self, text: str) -> list[int]:
-        encoding = self._view.encode(text, add_special_tokens=False)
-        for i, (a, b) in zip(encoding.ids, encoding.offsets, strict=True):
+        places = self._view.encode_with_places(text)
+        for i, a, b in places:
             # A model may have control tokens among its pieces. Where one stands for characters that are unknown, it is
             # the tokenizer's view of the text, and stays.
-            if i in self._control and b - a > 1 and self._control[i] in self._normalized(text[a:b]):
+            is_piece = i in self._control and self._name(i) not in text[a:b]
+            if is_piece and b - a > 1 and self._control[i] in self._view.normalized(text[a:b]):
                 return self._encode(text[: a + 1]) + self._encode(text[a + 1 :])
-        return [self._real_ids.get(i, i) for i in encoding.ids]
-
-    def _normalized(self, text: str) -> str:
-        normalizer = self._view.normalizer
-        return text if normalizer is None else str(normalizer.normalize_str(text))
+        return [i for i, _, _ in places]
 
     @property
     def start(self) -> str:
@@ -107,20 +97,11 @@ class RenderedEncoder:
         return f"\U0010fffe{self._secret}:{i}\U0010ffff"
 
     @cached_property
-    def _view(self) -> Tokenizer:
-        view = bare_view(self._backend)
+    def _view(self) -> TokenizerView:
         vocab = self._backend.get_vocab(with_added_tokens=False)
-        # New tokens are numbered from the count of the model's, so holes in its ids are filled first.
         num_holes = max(0, max(vocab.values(), default=-1) + 1 - len(vocab))
-        view.add_tokens([self._name(-1 - n) for n in range(num_holes)])
-        view.add_tokens([_renamed(t, self._name(i)) if i in self._control else t for i, t in self._added.items()])
-        return view
-
-    @cached_property
-    def _real_ids(self) -> dict[int, int]:
-        names = {i: self._name(i) if i in self._control else token.content for i, token in self._added.items()}
-        found = {self._view.token_to_id(name): i for i, name in names.items()}
-        return {new: old for new, old in found.items() if new is not None and new != old}
+        added = {i: _renamed(t, self._name(i)) if i in self._control else t for i, t in self._added.items()}
+        return TokenizerView(bare_view(self._backend), added, num_holes)
 
 
 def _renamed(token: AddedToken, name: str) -> AddedToken:

@@ -59,9 +59,8 @@ def save_arrays(key: str, arrays: dict[str, np.ndarray]) -> None:
         try:
             save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary)
             os.replace(temporary, folder / f"{key}.safetensors")
-        except BaseException:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
     except (OSError, SafetensorError) as error:
         messages.warn(
             f"cannot store vocabulary maps in {folder} ({error}): they are built again next time. "
@@ -96,14 +95,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         added = {i: token.__getstate__() for i, token in backend.get_added_tokens_decoder().items()}
         sample = [backend.id_to_token(i) for i in range(0, size, _PROBE_STEP)]
         probe = bare_view(backend).encode(_PROBE_TEXT, add_special_tokens=False).ids
-        state = [
-            type(backend.model).__name__,
-            size,
-            [component_state(part) for part in components],
-            added,
-            sample,
-            probe,
-        ]
+        state = [type(backend.model).__name__, size, list(map(component_state, components)), added, sample, probe]
         digest.update(json.dumps(state, default=str).encode())
     else:
         # Padding and truncation stand in front: left behind by the user's last call, no part of what the tokenizer is.

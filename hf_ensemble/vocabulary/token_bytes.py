@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, decoders
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..errors import VocabularyError
 from .backend import component_state, fast_backend, flatten_component
-from .store import load_arrays, save_arrays, store_key, tokenizer_fingerprint
+from .store import load_or_build, store_key, tokenizer_fingerprint
 
 NO_TOKEN, TEXT, CONTROL = 0, 1, 2
 """Kinds of id: without a token (it never takes part), writing text, writing nothing."""
@@ -61,22 +62,18 @@ class TokenBytes:
         self.added = self.backend.get_added_tokens_decoder()
         self.control = _control_ids(tokenizer, end_ids, self.added)
         self.fingerprint = ""
-        stored = None
         if cache:
             self.fingerprint = store_key(
                 "token_bytes", tokenizer_fingerprint(tokenizer), num_ids, sorted(self.control)
             )
-            stored = load_arrays(self.fingerprint)
-        arrays = self._build(num_ids) if stored is None else stored
+        self._take(load_or_build(self.fingerprint or None, lambda: self._build(num_ids)))
+
+    def _take(self, arrays: dict[str, np.ndarray]) -> None:
         self.kinds: np.ndarray = arrays["kinds"]
         self.num_ids = len(self.kinds)
         self.num_rowless = int(arrays["num_rowless"][0])
         self._bounds = arrays["bounds"]
         self._blob: bytes = arrays["blob"].tobytes()
-        if stored is None:
-            self._check_against_decoder()
-            if cache:
-                save_arrays(self.fingerprint, arrays)
 
     def _build(self, num_ids: int | None) -> dict[str, np.ndarray]:
         size = self.backend.get_vocab_size(with_added_tokens=True)
@@ -84,9 +81,7 @@ class TokenBytes:
         if None in tokens:
             # Ids with holes go beyond the count of tokens.
             vocab = self.backend.get_vocab(with_added_tokens=True)
-            tokens = [None] * (max(vocab.values()) + 1)
-            for token, i in vocab.items():
-                tokens[i] = token
+            tokens += map(self.backend.id_to_token, range(size, max(vocab.values()) + 1))
         num_ids = len(tokens) if num_ids is None else num_ids
         num_rowless = sum(1 for token in tokens[num_ids:] if token is not None)
         tokens += [None] * (num_ids - len(tokens))
@@ -101,12 +96,15 @@ class TokenBytes:
         lengths = np.fromiter(map(len, entries), dtype=np.int64, count=num_ids)
         kinds = np.where(lengths > 0, TEXT, NO_TOKEN).astype(np.uint8)
         kinds[control] = CONTROL
-        return {
+        arrays = {
             "kinds": kinds,
             "bounds": np.concatenate([[0], np.cumsum(lengths)]),
             "blob": np.frombuffer(b"".join(entries), dtype=np.uint8),
             "num_rowless": np.array([num_rowless]),
         }
+        self._take(arrays)
+        self._check_against_decoder()
+        return arrays
 
     @cached_property
     def entries(self) -> list[bytes]:
@@ -162,11 +160,8 @@ class TokenBytes:
             probes.append([i for i in ids if i < self.num_ids and self.kinds[i] == TEXT and i not in self.added])
         for ids in probes:
             decoded = self.writer.decode([self.backend.id_to_token(i) for i in [anchor, *ids]])
-            try:
-                written = self.write_from_start([anchor, *ids]).decode("utf-8")
-            except UnicodeDecodeError:
-                continue
-            if written != decoded:
+            written = text_or_none(self.write_from_start([anchor, *ids]))
+            if written not in (None, decoded):
                 raise VocabularyError(
                     f"the tokenizer of {self.name!r} cannot be understood: ids {ids[:8]} should write {written!r} by "
                     f"its vocabulary, but its decoder writes {decoded!r}. Use a tokenizer whose `decoder` matches its "
@@ -254,17 +249,10 @@ def _control_ids(
     return control | {i for i in end_ids if i in added and added[i].content.strip()}
 
 
-def _gpt2_alphabet() -> np.ndarray:
-    """Code point in a byte-level token -> byte, or -1. Bytes that print stand for themselves, others start at U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    table = np.full(0x100 + len(others) + 1, -1)
-    table[printable] = printable
-    table[0x100:-1] = others
-    return table
-
-
-_BYTE_OF_CHAR = _gpt2_alphabet()
+_BYTE_OF_CHAR = np.full(max(map(ord, bytes_to_unicode().values())) + 2, -1)
+"""Code point in a byte-level token -> byte, or -1, as the last is."""
+for _byte, _char in bytes_to_unicode().items():
+    _BYTE_OF_CHAR[ord(_char)] = _byte
 
 
 def _undo_byte_alphabet(tokens: Sequence[str]) -> list[bytes]:
@@ -277,3 +265,11 @@ def _undo_byte_alphabet(tokens: Sequence[str]) -> list[bytes]:
     for i in np.unique(np.searchsorted(ends, np.flatnonzero(values < 0), side="right")).tolist():
         entries[i] = tokens[i].encode("utf-8", "surrogatepass")
     return entries
+
+
+def text_or_none(data: bytes) -> str | None:
+    """The text that bytes are in UTF-8; None if they are none."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None

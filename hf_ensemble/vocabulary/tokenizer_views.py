@@ -1,6 +1,8 @@
 """Views of a tokenizer, which share its vocabulary and none of its settings: how it encodes pieces of a text."""
 
+import itertools
 import json
+import secrets
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal
@@ -21,13 +23,18 @@ class TokenizerView:
     """A tokenizer of its own over a vocabulary, whose ids are told as those of the vocabulary.
 
     Args:
-        tokenizer: The tokenizer.
-        real_ids: What its ids are told as, where they are others.
+        tokenizer: The tokenizer, which has no added tokens yet.
+        added: Those that it shall have, by the ids that they are told as.
+        num_holes: Number of ids that the vocabulary leaves out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, real_ids: Mapping[int, int]):
+    def __init__(self, tokenizer: Tokenizer, added: Mapping[int, AddedToken], num_holes: int):
         self.tokenizer = tokenizer
-        self._real_ids = real_ids
+        # New tokens are numbered from the count of the others, so holes are filled first, with what no text spells.
+        tokenizer.add_tokens([f"\U0010fffe{secrets.token_hex(8)}\U0010ffff" for _ in range(num_holes)])
+        tokenizer.add_tokens(list(added.values()))
+        real_ids = {tokenizer.token_to_id(token.content): i for i, token in added.items()}
+        self._real_ids = {new: old for new, old in real_ids.items() if new != old}
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
@@ -38,20 +45,17 @@ class TokenizerView:
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         return [(i, a, b) for i, (a, b) in zip(self._real(encoding.ids), encoding.offsets, strict=True)]
 
-    def encode_separated(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_separated(self, texts: list[str]) -> list[list[int]]:
         """Encode texts that hold no separator, many in one call, which costs half of a call each.
 
         The separator must be a token of its own in this view.
-
-        Returns:
-            All ids in a row, and the bounds of each text's, of shape `(num_texts + 1,)`.
         """
         chunks = [SEPARATOR.join([*texts[n : n + _CHUNK], ""]) for n in range(0, len(texts), _CHUNK)]
         encoded = self.tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
         ids = [i for encoding in encoded for i in encoding.ids]
-        is_end = np.array(ids, dtype=np.int64) == self.tokenizer.token_to_id(SEPARATOR)
-        bounds = np.concatenate([[0], np.flatnonzero(is_end) - np.arange(len(texts))])
-        return np.array(self._real(ids), dtype=np.int64)[~is_end], bounds
+        ends = np.flatnonzero(np.array(ids, dtype=np.int64) == self.tokenizer.token_to_id(SEPARATOR)).tolist()
+        real = self._real(ids)
+        return [real[a + 1 : b] for a, b in itertools.pairwise([-1, *ends])]
 
     def normalized(self, text: str) -> str:
         """What the tokenizer makes of a text before it looks for tokens."""
@@ -117,30 +121,19 @@ class TokenizerViews:
     def _start_space(self) -> Literal["", "always", "unless there"]:
         if any(part["type"] == "Prepend" for part in self._normalizers):
             return "always"
-        for part in self._pre_tokenizers:
-            if part["type"] == "Metaspace" and part.get("prepend_scheme", "always") != "never":
-                return "unless there"
-            if part["type"] == "ByteLevel" and part["add_prefix_space"]:
-                return "unless there"
-        return ""
+        return "unless there" if any(_without_prefix_space(part) != part for part in self._pre_tokenizers) else ""
 
     def _view(self, normalize: bool) -> TokenizerView:
         view = Tokenizer(self._backend.model)
         kept = [
             part for part in self._normalizers if _is_space_sign(part) or (part["type"] != "Prepend" and normalize)
         ]
-        if kept:
-            view.normalizer = _from_state(normalizers.Sequence([]), {"type": "Sequence", "normalizers": kept})
-        if self._pre_tokenizers:
-            parts = [_without_prefix_space(part) for part in self._pre_tokenizers]
-            view.pre_tokenizer = _from_state(pre_tokenizers.Sequence([]), {"type": "Sequence", "pretokenizers": parts})
-        # New tokens are numbered from the count of the others, so holes are filled first, with what no text spells.
+        view.normalizer = _from_state(normalizers.Sequence([]), {"type": "Sequence", "normalizers": kept})
+        parts = [_without_prefix_space(part) for part in self._pre_tokenizers]
+        view.pre_tokenizer = _from_state(pre_tokenizers.Sequence([]), {"type": "Sequence", "pretokenizers": parts})
         num_ids = int((self._kinds != NO_TOKEN).nonzero()[0].max(initial=-1)) + 1
         num_holes = max(0, num_ids - self._backend.get_vocab_size(with_added_tokens=True))
-        view.add_tokens([f"\U0010fffe{n}\U0010ffff" for n in range(num_holes)])
-        view.add_tokens(list(self.added.values()))
-        real_ids: dict[Any, int] = {view.token_to_id(token.content): i for i, token in self.added.items()}
-        return TokenizerView(view, {new: old for new, old in real_ids.items() if new != old})
+        return TokenizerView(view, self.added, num_holes)
 
 
 def _is_space_sign(part: dict[str, Any]) -> bool:

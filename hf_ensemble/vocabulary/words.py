@@ -1,6 +1,7 @@
 """Words in what a model writes: where they end, and what text of some ids makes a span of them."""
 
 import codecs
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,10 +42,8 @@ def end_of_words(text: str, count: int) -> int | None:
     Returns:
         A place in the text, in characters.
     """
-    for n, end in enumerate(word_ends(text), start=1):
-        if n == count:
-            return end if end < len(text) else None
-    return None
+    end = next(itertools.islice(word_ends(text), count - 1, None), len(text))
+    return end if end < len(text) else None
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ def test_a_primary_without_an_end_takes_what_is_left():
     weights = [torch.randn(size, 8, generator=torch.Generator().manual_seed(0)) for size in sizes]
     rows = [torch.zeros(1, size) for size in sizes]
     rows[1][:, eos] = 9.0
-    for method in (Mined(union, [[], [eos]], CPU), Eva(union, [[], [eos]], CPU, lambda: weights)):
+    for method in (Mined(union, [[], [eos]], CPU), Eva(union, [[], [eos]], CPU, lambda: weights, EvaConfig())):
         probs = method.mix(rows, torch.tensor([[0.5, 0.5]])).logprobs.exp()
         assert probs.sum().item() == pytest.approx(1, abs=1e-5)
 

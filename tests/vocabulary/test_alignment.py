@@ -197,10 +197,18 @@ def test_blocks_of_similarities_do_not_matter(monkeypatch):
 
 
 def test_of_equal_embeddings_the_lowest_ids_are_kept():
-    rows, ranks, columns, _ = alignment._best_of_rows(
-        torch.tensor([[0.5, 0.2, 0.5, 0.5], [0.0, 0.3, 0.2, 0.1]]), 2, 0.15
-    )
-    assert (rows.tolist(), ranks.tolist(), columns.tolist()) == ([0, 0, 1, 1], [0, 1, 0, 1], [0, 2, 1, 2])
+    union = union_of("smol + gemma")
+    weights = embeddings_of(union)
+    ids = list(entries_of(union, 0))
+    lower, higher = ids[::2], ids[1::2]
+    weights[0][higher] = weights[0][lower[: len(higher)]]
+    own = union.union_to_member[1]
+    missing = [i for i in entries_of(union, 1) if i not in {int(own[i]) for i in ids}]
+    for count in (1, 3):
+        found, _ = similar(union, weights, count, 0.01)
+        for row in found[missing].tolist():
+            twins = [ids.index(i) // 2 for i in row if i >= 0]
+            assert [i for i in row if i >= 0] == [ids[2 * n + twins[:k].count(n)] for k, n in enumerate(twins)]
 
 
 def test_all_zero_embeddings_take_no_part():
