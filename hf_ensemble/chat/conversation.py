@@ -33,17 +33,12 @@ class Conversation:
 
     def with_strings(self, change: Callable[[str], str]) -> "Conversation":
         """The same with every text in it changed; names of fields and of special tokens are none."""
-        variables = {
-            key: value if key.endswith("_token") else _map_strings(value, change)
-            for key, value in self.variables.items()
+        changed = {
+            name: _map(getattr(self, name), lambda leaf: change(leaf) if isinstance(leaf, str) else leaf)
+            for name in ("messages", "tools", "documents", "variables")
         }
-        return dataclasses.replace(
-            self,
-            messages=_map_strings(self.messages, change),
-            tools=_map_strings(self.tools, change),
-            documents=_map_strings(self.documents, change),
-            variables=variables,
-        )
+        changed["variables"] |= {key: value for key, value in self.variables.items() if key.endswith("_token")}
+        return dataclasses.replace(self, **changed)
 
     def with_system_prompt(self, text: str | None) -> "Conversation":
         """The same with this system turn in place of its own; without one if it is empty. None: its own."""
@@ -144,16 +139,13 @@ def _read_message(message: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """The same as dictionaries, lists and copies of what is in them."""
+    return _map(value, copy.deepcopy)
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _map(item, change) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [_plain(item) for item in value]
-    return copy.deepcopy(value)
-
-
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map_strings(item, change) for key, item in value.items()}
-    return [_map_strings(item, change) for item in value] if isinstance(value, list) else value
+        return [_map(item, change) for item in value]
+    return change(value)

@@ -115,13 +115,8 @@ def _shows_parts(text: str, content: Any) -> bool:
 
 
 def _unused_sign(conversation: Conversation) -> str:
-    texts: list[str] = []
-
-    def note(text: str) -> str:
-        texts.append(text)
-        return text
-
-    conversation.with_strings(note)
+    texts: dict[str, str] = {}
+    conversation.with_strings(lambda text: texts.setdefault(text, text))
     sign = next((sign for sign in _SIGNS if not any(sign in text for text in texts)), None)
     if sign is None:
         raise ConfigurationError("a conversation must not hold all noncharacters from U+FDD0 to U+FDEF.")

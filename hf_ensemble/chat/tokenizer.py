@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Collection
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -18,7 +19,8 @@ from .rendering import ChatRenderer
 _SETTINGS = "ensemble_chat"
 """Key in `tokenizer_config.json` under which an ensemble's settings of its primary are saved."""
 
-_CACHE = "_ensemble_encoder"
+_encoders: WeakKeyDictionary[Any, tuple[Any, RenderedEncoder]] = WeakKeyDictionary()
+"""Of each tokenizer its number of tokens and control tokens, and the encoder that was made for these."""
 
 
 class _RemembersConversations:
@@ -66,19 +68,16 @@ class _RemembersConversations:
             return super().apply_chat_template(conversation, **own)  # type: ignore[misc]
         conversations, is_batch = read_conversations(conversation, tools, variables=template_kwargs, **options)
         renderer = self._renderer(chat_template)
-        if not tokenize:
-            texts = [renderer.text(item) for item in conversations]
-            for item in conversations:
-                # What a text that spells no control token of its own is tokenized to.
-                remember(self, renderer.ids(item), item)
-            return texts if is_batch else texts[0]
+        texts = [] if tokenize else [renderer.text(item) for item in conversations]
         rows = []
         for item in conversations:
+            # A text that spells no control token of its own is tokenized to these, too.
             ids = renderer.ids(item)
-            shortened = self._truncated(ids, truncation, max_length)
-            if len(shortened) == len(ids):
+            rows.append(self._truncated(ids, truncation, max_length) if tokenize else ids)
+            if len(rows[-1]) == len(ids):
                 remember(self, ids, item)
-            rows.append(shortened)
+        if not tokenize:
+            return texts if is_batch else texts[0]
         encoded = self._encoding(rows, shape, tokenizer_kwargs or {})
         if not is_batch and return_tensors is None:
             encoded = BatchEncoding({key: values[0] for key, values in encoded.items()})
@@ -87,12 +86,12 @@ class _RemembersConversations:
     def _renderer(self: Any, chat_template: str | None) -> ChatRenderer:
         settings = self.init_kwargs.get(_SETTINGS) or {}
         version = (len(self), tuple(self.all_special_ids))
-        known = self.__dict__.get(_CACHE)
+        known = _encoders.get(self)
         if known is None or known[0] != version:
             added = self.backend_tokenizer.get_added_tokens_decoder()
             control = {i for i, token in added.items() if token.special} | set(self.all_special_ids)
             control |= set(settings.get("control_ids", []))
-            known = self.__dict__[_CACHE] = version, RenderedEncoder(self.backend_tokenizer, control)
+            known = _encoders[self] = version, RenderedEncoder(self.backend_tokenizer, control)
         name = settings.get("name") or "primary"
         return ChatRenderer(self, known[1], name, chat_template, settings.get("system_prompt"))
 
@@ -119,10 +118,8 @@ class _RemembersConversations:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class may have been made for the primary's, so it is made again where it is needed.
         reduced: Any = super().__reduce_ex__(protocol)
-        _, _, state, *rest = reduced
-        state = {key: value for key, value in state.items() if key != _CACHE}
         base = next(c for c in type(self).__mro__ if not issubclass(c, _RemembersConversations))
-        return (_new, (base,), state, *rest)
+        return (_new, (base,), *reduced[2:])
 
 
 class EnsembleTokenizer(_RemembersConversations, PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -162,7 +159,6 @@ def ensemble_tokenizer(
     if not isinstance(twin, _RemembersConversations):
         base: Any = type(tokenizer)
         twin.__class__ = _class_for(base)
-    twin.__dict__.pop(_CACHE, None)
     twin.padding_side = "left"
     twin._tokenizer = without_dropout(twin.backend_tokenizer)
     added = twin.backend_tokenizer.get_added_tokens_decoder()
