@@ -64,27 +64,22 @@ class _Job(NamedTuple):
         stops = self.evaluation_set.stop_strings
         return {"work": self.work, **who, "max_new_tokens": self.max_new_tokens, "stop_strings": stops}
 
-    def keys(self) -> list[str]:
-        """For each example what tells it from others."""
-        scored = self.work == "score"
-        return [hash_of([item.prompt, *(item.continuations if scored else ())]) for item in self.evaluation_set.items]
+    def texts(self, item: Item) -> tuple[str, ...]:
+        """What is read of an example: its prompt, and the continuations that are scored."""
+        return (item.prompt, *(item.continuations if self.work == "score" else ()))
 
     def length(self, item: Item) -> int:
         """Number of characters that are read of an example."""
-        return len(item.prompt) + (max(map(len, item.continuations)) if self.work == "score" else 0)
+        prompt, *continuations = self.texts(item)
+        return len(prompt) + max(map(len, continuations), default=0)
 
     def run(self, items: Sequence[Item], batch_size: int) -> Iterator[list[Any]]:
         """Yield the outcomes of batches of examples, in their order."""
-        model = self.runner.model
-        options: dict[str, Any] = {
-            "method": self.runner.method,
-            "weights": self.runner.weights,
-            "batch_size": batch_size,
-        }
+        _, model, method, weights, _ = self.runner
+        options: dict[str, Any] = {"method": method, "weights": weights, "batch_size": batch_size}
         if self.work == "write":
-            prompts = [item.prompt for item in items]
             options |= {"max_new_tokens": self.max_new_tokens, "stop_strings": self.evaluation_set.stop_strings}
-            yield from run_batches(model, prompts, **options)
+            yield from run_batches(model, [item.prompt for item in items], **options)
             return
         per_batch = max(1, batch_size // len(items[0].continuations))
         for start in range(0, len(items), per_batch):
@@ -160,7 +155,7 @@ def evaluate(
     total = sum(len(job.evaluation_set.items) for job in jobs)
     with logging.tqdm(total=total, desc="evaluating", unit="example") as bar:
         for job in jobs:
-            label, keys = job.label(), job.keys()
+            label, keys = job.label(), [hash_of(job.texts(item)) for item in job.evaluation_set.items]
             known = kept.of(label)
             missing = {key: item for key, item in zip(keys, job.evaluation_set.items, strict=True) if key not in known}
             bar.set_postfix_str(f"{job.evaluation_set.name}, {job.runner.system.name}")
