@@ -4,8 +4,7 @@ import argparse
 
 from ..errors import EnsembleError
 from ..evaluation import Configuration, EvaluationSet, evaluate, read_set
-from ..evaluation.plots import check_plot
-from ..evaluation.results import TABLE_ENDINGS
+from ..evaluation.results import TABLE_ENDINGS, check_plot
 from ..files import check_ending
 from . import arguments
 from .parsers import UsageError
