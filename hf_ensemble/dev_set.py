@@ -151,17 +151,19 @@ def score_responses(responses: Sequence[str], examples: Sequence[Example], metri
     return math.fsum(values) / len(values)
 
 
-def mean_lengths_of(responses: Sequence[Sequence[str]], count: int, each: str) -> list[float]:
+def mean_lengths_of(responses: Sequence[Sequence[str]] | None, count: int, each: str) -> Sequence[float | None]:
     """Mean number of characters of responses, white space at their ends aside.
 
     Args:
-        responses: For each of several writers its responses.
+        responses: For each of several writers its responses; None if lengths are not compared.
         count: Number of writers.
         each: What a writer is called in errors.
 
     Raises:
         ConfigurationError: If there is not one list of texts a writer, or one is empty.
     """
+    if responses is None:
+        return [None] * count
     if not all(are_texts(texts) for texts in responses):
         raise ConfigurationError(f"`responses` must have a list of texts for each {each}.")
     if len(responses) != count or not all(map(len, responses)):
@@ -207,6 +209,22 @@ def run_batches(
         yield tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
 
 
+def answer_all(ensemble: Any, prompts: Sequence[str], bar: Any, **options: Any) -> list[str]:
+    """Let an ensemble answer prompts as in `run_batches`, and move a progress bar on.
+
+    Args:
+        ensemble: An `EnsembleForCausalLM`.
+        prompts: The prompts.
+        bar: The bar, which counts prompts.
+        **options: Other options of `run_batches`.
+    """
+    responses: list[str] = []
+    for batch in run_batches(ensemble, prompts, **options):
+        responses += batch
+        bar.update(len(batch))
+    return responses
+
+
 def run_members(ensemble: Any, prompts: Sequence[str], **options: Any) -> list[list[str]]:
     """Let every member alone answer the prompts, greedily unless options say other.
 
@@ -225,14 +243,8 @@ def run_members(ensemble: Any, prompts: Sequence[str], **options: Any) -> list[l
         raise ConfigurationError("`max_new_tokens` must be given to run the members.")
     refuse_ids_of_one(options)
     count = len(ensemble.members)
-    responses: list[list[str]] = []
     with logging.tqdm(total=count * len(prompts), desc="running members", unit="prompt") as bar:
-        for index in range(count):
-            responses.append([])
-            for batch in run_batches(ensemble.alone(index), prompts, **options):
-                responses[-1] += batch
-                bar.update(len(batch))
-    return responses
+        return [answer_all(ensemble.alone(index), prompts, bar, **options) for index in range(count)]
 
 
 def refuse_ids_of_one(options: Mapping[str, Any]) -> None:

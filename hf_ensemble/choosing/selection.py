@@ -205,12 +205,10 @@ def _lengths(
     given: Sequence[float] | None, responses: Sequence[Sequence[str]] | None, count: int
 ) -> Sequence[float | None]:
     """The candidates' mean lengths, as given or of their responses."""
-    if responses is not None:
-        if given is not None:
-            raise ConfigurationError("give `responses` or `mean_lengths`, not both.")
-        return mean_lengths_of(responses, count, "candidate")
     if given is None:
-        return [None] * count
+        return mean_lengths_of(responses, count, "candidate")
+    if responses is not None:
+        raise ConfigurationError("give `responses` or `mean_lengths`, not both.")
     lengths = _figures("mean_lengths", given, count)
     if min(lengths) < 0:
         raise ConfigurationError(f"`mean_lengths` must be at least 0, but are {list(given)}.")

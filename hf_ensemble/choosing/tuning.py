@@ -12,7 +12,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..config import MethodConfig, method_config, normalize_weights
-from ..dev_set import Metric, are_texts, read_examples, read_metric, run_batches, score_responses
+from ..dev_set import Metric, answer_all, are_texts, read_examples, read_metric, score_responses
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
 from ..state_file import StateFile, describe_generation_config, describe_member
@@ -141,12 +141,8 @@ def tune_method(
                 responses, seconds = finished[name]
                 bar.update(len(responses))
             else:
-                responses = []
                 began = time.perf_counter()
-                own: dict[str, Any] = {"method": point_method, "weights": point_weights}
-                for batch in run_batches(ensemble, prompts, **options, **own):
-                    responses += batch
-                    bar.update(len(batch))
+                responses = answer_all(ensemble, prompts, bar, method=point_method, weights=point_weights, **options)
                 seconds = time.perf_counter() - began
                 finished[name] = (responses, seconds)
                 if state is not None:
