@@ -11,9 +11,25 @@ from transformers import TextStreamer
 from ..errors import EnsembleError
 from ..model import EnsembleForCausalLM
 from . import arguments
-from .conversation import answer
 from .output import output
 from .parsers import CHAT_COMMANDS
+
+
+def answer(ensemble: EnsembleForCausalLM, messages: list[dict[str, str]], **options: Any) -> str:
+    """Let an ensemble answer the last message of a conversation.
+
+    Args:
+        ensemble: Its tokenizer renders the conversation.
+        messages: The conversation: dictionaries with `role` and `content`.
+        **options: Options of `generate`.
+
+    Raises:
+        ConfigurationError: If a chat template refuses the conversation.
+    """
+    tokenizer: Any = ensemble.tokenizer
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = ensemble.generate(**inputs.to(ensemble.member_views[0].device), **options)
+    return str(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 class _Printer(TextStreamer):
@@ -43,7 +59,7 @@ class _Chat:
         messages = [*self.messages, {"role": "user", "content": text}]
         printer = _Printer(self.ensemble.tokenizer)
         with contextlib.suppress(KeyboardInterrupt):
-            answer(self.ensemble, messages, self.options, printer)
+            answer(self.ensemble, messages, streamer=printer, **self.options)
         if printer.text:
             self.messages = [*messages, {"role": "assistant", "content": printer.text}]
 

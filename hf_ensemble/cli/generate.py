@@ -7,7 +7,7 @@ from typing import Any
 from ..dev_set import run_batches
 from ..model import EnsembleForCausalLM
 from . import arguments
-from .conversation import answer
+from .chat import answer
 from .output import json_line, output
 from .parsers import UsageError
 
@@ -35,8 +35,8 @@ def _texts(
 ) -> Iterator[str]:
     if args.chat:
         for prompt in prompts:
-            conversation = [{"role": "system", "content": args.system}] if args.system is not None else []
-            yield answer(ensemble, [*conversation, {"role": "user", "content": prompt}], options)
+            system = [{"role": "system", "content": args.system}] if args.system is not None else []
+            yield answer(ensemble, [*system, {"role": "user", "content": prompt}], **options)
     else:
         for batch in run_batches(ensemble, prompts, batch_size=args.batch_size, **options):
             yield from batch

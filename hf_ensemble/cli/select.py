@@ -31,10 +31,8 @@ def run(args: argparse.Namespace) -> None:
     candidates: EnsembleForCausalLM | None = None
     if args.examples is None:
         responses = None if args.responses is None else [_read_responses(path) for path in args.responses]
-        lengths = args.mean_lengths
-        selection = select_members(
-            args.members, scores=args.scores, responses=responses, mean_lengths=lengths, **limits
-        )
+        lengths = {"responses": responses, "mean_lengths": args.mean_lengths}
+        selection = select_members(args.members, scores=args.scores, **lengths, **limits)
     else:
         examples = [_read_example(line) for line in read_json_lines(args.examples)]
         options = arguments.generate_options(args)
