@@ -32,25 +32,20 @@ def works_for(kind: Kind, measures: Collection[str]) -> list[Work]:
     return [work for (own, work), found in _MEASURES_OF.items() if own == kind and not set(found).isdisjoint(measures)]
 
 
-class System(NamedTuple):
-    """A row of the table."""
-
-    name: str
-    is_member: bool
-
-
 class Outcomes(NamedTuple):
     """What a system wrote, or which log-probabilities it gave, on a set.
 
     Attributes:
-        system: Whose they are.
+        system: Name of the member or configuration whose they are.
+        is_member: Whether it is a member alone.
         evaluation_set: The set.
         work: `"write"` or `"score"`.
         found: For each example a response, or the natural log-probability of each continuation, with the seconds it took;
             None where it did not run.
     """
 
-    system: System
+    system: str
+    is_member: bool
     evaluation_set: EvaluationSet
     work: Work
     found: list[tuple[Any, float] | None]
@@ -120,15 +115,15 @@ def _compare(measure: str, group: Sequence[Outcomes]) -> Iterator[Result]:
     estimates = [_estimate(is_bits, values, sizes) for values in worth]
     # The best of the members that ran on the most examples.
     sign = -1 if is_bits else 1
-    members = [n for n, own in enumerate(group) if own.system.is_member and own.ran]
+    members = [n for n, own in enumerate(group) if own.is_member and own.ran]
     best = max(members, key=lambda n: (len(worth[n]), sign * estimates[n].value), default=-1)
     for n, own in enumerate(group):
         both = [] if best in (-1, n) else [place for place in worth[n] if place in worth[best]]
         differences = [worth[n][place] - worth[best][place] for place in both]
         most = math.inf if is_bits else 1.0
         yield Result(
-            system=own.system.name,
-            is_member=own.system.is_member,
+            system=own.system,
+            is_member=own.is_member,
             set_name=own.evaluation_set.name,
             measure=measure,
             count=len(own.ran),

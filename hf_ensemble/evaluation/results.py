@@ -64,17 +64,13 @@ class Evaluation:
         """
         seconds: dict[str, float] = {}
         for own in outcomes:
-            new = math.fsum(spent for _, spent in own.ran.values())
-            seconds[own.system.name] = seconds.get(own.system.name, 0.0) + new
+            seconds[own.system] = seconds.get(own.system, 0.0) + math.fsum(spent for _, spent in own.ran.values())
         is_complete = all(len(own.ran) == len(own.found) for own in outcomes)
         return cls(tuple(mark(outcomes, measures)), is_complete, seconds, tuple(unmeasured))
 
     def __getitem__(self, key: tuple[str, str, str]) -> Result:
         """The result of a set, a measure and a system."""
-        for result in self.results:
-            if (result.set_name, result.measure, result.system) == key:
-                return result
-        raise KeyError(key)
+        return {(result.set_name, result.measure, result.system): result for result in self.results}[key]
 
     def __str__(self) -> str:
         """One line a result."""

@@ -12,7 +12,7 @@ from ..dev_set import run_batches
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
 from ..state_file import StateFile, describe_generation_config, describe_member, hash_of
-from .marking import MEASURES, Outcomes, System, Work, works_for
+from .marking import MEASURES, Outcomes, Work, works_for
 from .results import Evaluation
 from .sets import EvaluationSet, Item
 
@@ -31,14 +31,14 @@ class _Runner(NamedTuple):
     """A member or a configuration, with what is run for it.
 
     Attributes:
-        system: Its row of the table.
+        name: What the table calls it.
         model: The ensemble, or the member as an ensemble of one.
         method: Its method.
         weights: Its mixing weights.
         member: Number of the member; None for a configuration.
     """
 
-    system: System
+    name: str
     model: EnsembleForCausalLM
     method: MethodConfig
     weights: list[float]
@@ -158,7 +158,7 @@ def evaluate(
             label, keys = job.label(), [hash_of(job.texts(item)) for item in job.evaluation_set.items]
             known = kept.of(label)
             missing = {key: item for key, item in zip(keys, job.evaluation_set.items, strict=True) if key not in known}
-            bar.set_postfix_str(f"{job.evaluation_set.name}, {job.runner.system.name}")
+            bar.set_postfix_str(f"{job.evaluation_set.name}, {job.runner.name}")
             bar.update(len(keys) - len(missing))
             # The longest first, so that batches are even, and memory that does not suffice is missed at once.
             order = sorted(missing, key=lambda key: -job.length(missing[key]))
@@ -174,7 +174,8 @@ def evaluate(
                 done += len(batch)
                 bar.update(len(batch))
             found = [known.get(key) for key in keys]
-            outcomes.append(Outcomes(job.runner.system, job.evaluation_set, job.work, found))
+            is_member = job.runner.member is not None
+            outcomes.append(Outcomes(job.runner.name, is_member, job.evaluation_set, job.work, found))
     unmeasured = [evaluation_set.name for evaluation_set in sets if not works_for(evaluation_set.kind, measures)]
     return Evaluation.from_outcomes(outcomes, measures, unmeasured)
 
@@ -227,7 +228,7 @@ def _runners(
     """The members alone, if they are asked for, and the configurations."""
     views = ensemble.member_views
     runners = [
-        _Runner(System(view.name, True), ensemble.alone(index), method_config("gac"), [1.0], index)
+        _Runner(view.name, ensemble.alone(index), method_config("gac"), [1.0], index)
         for index, view in enumerate(views if members else ())
     ]
     if configurations is None:
@@ -237,8 +238,8 @@ def _runners(
         own.check_members(len(views))
         given = ensemble.config.weights if weights is None else weights
         own_weights = normalize_weights(given, len(views), own.takes_weights_as_given)
-        runners.append(_Runner(System(name, False), ensemble, own, own_weights, None))
-    taken = [runner.system.name for runner in runners]
+        runners.append(_Runner(name, ensemble, own, own_weights, None))
+    taken = [runner.name for runner in runners]
     if len(set(taken)) < len(taken):
         raise ConfigurationError(f"members and configurations must have different names, but are {taken}.")
     return runners
