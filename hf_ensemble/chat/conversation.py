@@ -17,28 +17,24 @@ class Conversation:
 
     Attributes:
         messages: The turns: dictionaries with `role` and `content`, a text or text parts, and whatever else.
-        tools: JSON schemas of the tools, None for none.
-        documents: Documents for retrieval templates, None for none.
-        variables: Other variables of the templates.
-        add_generation_prompt: Whether the beginning of an assistant's turn follows.
-        continue_final_message: Whether the last turn stays open; or the name of its field that does.
+        options: What else `apply_chat_template` takes: JSON schemas of `tools`, `documents`, how the end is rendered, and
+            other variables of the templates.
     """
 
     messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
-    documents: list[Any] | None = None
-    variables: dict[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = False
-    continue_final_message: bool | str = False
+    options: dict[str, Any] = field(default_factory=dict)
 
     def with_strings(self, change: Callable[[str], str]) -> "Conversation":
         """The same with every text in it changed; names of fields and of special tokens are none."""
-        changed = {
-            name: _map(getattr(self, name), lambda leaf: change(leaf) if isinstance(leaf, str) else leaf)
-            for name in ("messages", "tools", "documents", "variables")
+
+        def changed(value: Any) -> Any:
+            return _map(value, lambda leaf: change(leaf) if isinstance(leaf, str) else leaf)
+
+        options = {
+            key: value if key.endswith("_token") or key == "continue_final_message" else changed(value)
+            for key, value in self.options.items()
         }
-        changed["variables"] |= {key: value for key, value in self.variables.items() if key.endswith("_token")}
-        return dataclasses.replace(self, **changed)
+        return Conversation(changed(self.messages), options)
 
     def with_system_prompt(self, text: str | None) -> "Conversation":
         """The same with this system turn in place of its own; without one if it is empty. None: its own."""
@@ -81,7 +77,7 @@ def read_conversations(conversation: Any, tools: Any, **options: Any) -> tuple[l
     Args:
         conversation: Turns, or a list of such conversations; each may also be an object with `messages`.
         tools: JSON schemas, or functions with type hints and a docstring.
-        **options: The other fields of `Conversation`.
+        **options: What else `apply_chat_template` takes.
 
     Returns:
         The conversations, and whether it was a batch.
@@ -103,14 +99,14 @@ def read_conversations(conversation: Any, tools: Any, **options: Any) -> tuple[l
             isinstance(tool, Mapping) or callable(tool) for tool in tools
         ):
             raise TypeError(f"`tools` has to be a list of JSON schemas or functions, but is {tools!r:.200}.")
-        tools = [_plain(tool) if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
-    options = {name: _plain(value) for name, value in options.items()}
+        tools = [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
+    options = _plain({"tools": tools, **options})
     found = []
     for turns in conversation if is_batch else [conversation]:
         turns = getattr(turns, "messages", turns)
         if not turns:
             raise ConfigurationError("a conversation of the batch is empty: give at least one turn.")
-        found.append(Conversation([_read_message(message) for message in turns], tools, **options))
+        found.append(Conversation([_read_message(message) for message in turns], options))
     return found, is_batch
 
 

@@ -89,20 +89,11 @@ class ChatRenderer:
         ) from errors[0]
 
     def _render_as_is(self, conversation: Conversation) -> str:
-        template = self.chat_template
-        variables = conversation.variables
+        template, options = self.chat_template, conversation.options
         if template is None and self.tokenizer.chat_template is None:
-            template, variables = PLAIN_TEMPLATE, {**variables, "text_start": self.encoder.start}
+            template, options = PLAIN_TEMPLATE, {**options, "text_start": self.encoder.start}
         rendered: Any = PreTrainedTokenizerBase.apply_chat_template(
-            self.tokenizer,
-            conversation.messages,
-            tools=conversation.tools,
-            documents=conversation.documents,
-            chat_template=template,
-            add_generation_prompt=conversation.add_generation_prompt,
-            continue_final_message=conversation.continue_final_message,
-            tokenize=False,
-            **variables,
+            self.tokenizer, conversation.messages, chat_template=template, tokenize=False, **options
         )
         return str(rendered)
 

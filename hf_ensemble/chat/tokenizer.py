@@ -54,19 +54,16 @@ class _RemembersConversations:
         """
         # Content is text here in any case.
         template_kwargs.pop("sanitize_control_tokens", None)
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "documents": documents,
-        }
+        options = template_kwargs | {"tools": tools, "documents": documents}
+        options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         shape = {"padding": padding, "max_length": max_length, "return_tensors": return_tensors}
         if return_assistant_tokens_mask:
             # For training; there is nothing to remember.
-            own = {"tools": tools, "chat_template": chat_template, "tokenize": tokenize, "truncation": truncation}
+            own = {"chat_template": chat_template, "tokenize": tokenize, "truncation": truncation}
             own |= {"return_dict": return_dict, "return_assistant_tokens_mask": True}
-            own |= {"tokenizer_kwargs": tokenizer_kwargs} | shape | options | template_kwargs
+            own |= {"tokenizer_kwargs": tokenizer_kwargs} | shape | options
             return super().apply_chat_template(conversation, **own)  # type: ignore[misc]
-        conversations, is_batch = read_conversations(conversation, tools, variables=template_kwargs, **options)
+        conversations, is_batch = read_conversations(conversation, **options)
         renderer = self._renderer(chat_template)
         texts = [] if tokenize else [renderer.text(item) for item in conversations]
         rows = []
