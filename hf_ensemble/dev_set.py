@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 from torch import Tensor
 from transformers.utils import logging
@@ -15,35 +16,63 @@ Metric = Callable[[str, Any], float]
 """From a response and the example's reference to a number, the higher the better."""
 
 
-class Example(NamedTuple):
-    """One prompt, and what its response is compared with."""
+class DevSet:
+    """A development set, and the metric by which responses to it are scored.
 
-    prompt: str
-    reference: Any
+    Args:
+        examples: Dictionaries with `prompt` and `reference`, or pairs of them.
+        metric: From a response and a reference to a number, or the name of such a function.
 
-
-def read_examples(examples: Iterable[Any]) -> list[Example]:
-    """Check a development set: dictionaries with `prompt` and `reference`, or pairs of them.
+    Attributes:
+        prompts: The prompts of the examples.
 
     Raises:
-        ConfigurationError: If there is no example, or one has another form or no prompt.
+        ConfigurationError: If there is no example, one has another form or no prompt, or there is no such metric.
     """
-    read = []
-    for n, example in enumerate(examples):
-        try:
-            if isinstance(example, Mapping):
-                prompt, reference = example["prompt"], example["reference"]
-            else:
-                prompt, reference = example
-        except (KeyError, TypeError, ValueError) as error:
+
+    def __init__(self, examples: Iterable[Any], metric: str | Metric):
+        self.prompts: list[str] = []
+        self._references: list[Any] = []
+        for n, example in enumerate(examples):
+            try:
+                parts = itemgetter("prompt", "reference")(example) if isinstance(example, Mapping) else example
+                prompt, reference = parts
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigurationError(
+                    f"example {n} of the development set has to be a dictionary with 'prompt' and 'reference' or a pair "
+                    f"of them, but is {example!r:.200}."
+                ) from error
+            self.prompts.append(read_prompt(prompt, n))
+            self._references.append(reference)
+        if not self.prompts:
+            raise ConfigurationError("the development set is empty: give at least one example.")
+        if not callable(metric) and metric not in METRICS:
             raise ConfigurationError(
-                f"example {n} of the development set has to be a dictionary with 'prompt' and 'reference' or a pair of "
-                f"them, but is {example!r:.200}."
-            ) from error
-        read.append(Example(read_prompt(prompt, n), reference))
-    if not read:
-        raise ConfigurationError("the development set is empty: give at least one example.")
-    return read
+                f"`metric` has to be a function of a response and a reference, or one of {', '.join(METRICS)}, but is "
+                f"{metric!r}."
+            )
+        self._metric = metric if callable(metric) else METRICS[metric]
+
+    def score(self, responses: Sequence[str]) -> float:
+        """Mean of the metric over responses, one an example.
+
+        Raises:
+            ConfigurationError: If the metric gives something else than a finite number.
+        """
+        values = []
+        for n, (response, reference) in enumerate(zip(responses, self._references, strict=True)):
+            value = self._metric(response, reference)
+            try:
+                number = math.nan if isinstance(value, str) else float(value)
+            except (TypeError, ValueError):
+                number = math.nan
+            if not math.isfinite(number):
+                raise ConfigurationError(
+                    f"the metric has to give a finite number, but gave {value!r:.200} for example {n} (response "
+                    f"{response!r:.200})."
+                )
+            values.append(number)
+        return math.fsum(values) / len(values)
 
 
 def read_prompt(prompt: Any, place: int) -> str:
@@ -59,22 +88,6 @@ def read_prompt(prompt: Any, place: int) -> str:
     if not isinstance(prompt, str) or not prompt:
         raise ConfigurationError(f"prompt {place} has to be a text that is not empty, but is {prompt!r:.200}.")
     return prompt
-
-
-def read_metric(metric: str | Metric) -> Metric:
-    """Turn the name of a metric into its function.
-
-    Raises:
-        ConfigurationError: If there is no such metric.
-    """
-    if callable(metric):
-        return metric
-    if metric not in METRICS:
-        raise ConfigurationError(
-            f"`metric` has to be a function of a response and a reference, or one of {', '.join(METRICS)}, but is "
-            f"{metric!r}."
-        )
-    return METRICS[metric]
 
 
 def exact_match(response: str, reference: str | Sequence[str]) -> float:
@@ -122,33 +135,6 @@ def _plain_references(reference: str | Sequence[str]) -> list[str]:
 def are_texts(values: Any) -> bool:
     """Whether a value is a list of texts."""
     return isinstance(values, (list, tuple)) and all(isinstance(value, str) for value in values)
-
-
-def score_responses(responses: Sequence[str], examples: Sequence[Example], metric: Metric) -> float:
-    """Mean of a metric over a development set.
-
-    Args:
-        responses: One response an example.
-        examples: The examples.
-        metric: From a response and a reference to a number.
-
-    Raises:
-        ConfigurationError: If the metric gives something else than a finite number.
-    """
-    values = []
-    for n, (response, example) in enumerate(zip(responses, examples, strict=True)):
-        value = metric(response, example.reference)
-        try:
-            number = math.nan if isinstance(value, str) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ConfigurationError(
-                f"the metric has to give a finite number, but gave {value!r:.200} for example {n} (response "
-                f"{response!r:.200})."
-            )
-        values.append(number)
-    return math.fsum(values) / len(values)
 
 
 def mean_lengths_of(responses: Sequence[Sequence[str]] | None, count: int, each: str) -> Sequence[float | None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import check_positive_integer, is_number
-from ..dev_set import Metric, mean_lengths_of, read_examples, read_metric, run_members, score_responses
+from ..dev_set import DevSet, Metric, mean_lengths_of, run_members
 from ..errors import ConfigurationError
 from ..messages import wrong_count
 from ..model import EnsembleForCausalLM
@@ -223,10 +223,9 @@ def _measure(
         raise ConfigurationError("`candidates` has to be an ensemble where members are run, not a list of names.")
     if metric is None:
         raise ConfigurationError("`metric` must be given with `examples`.")
-    read = read_examples(examples)
-    measure = read_metric(metric)
-    responses = run_members(candidates, [example.prompt for example in read], **options)
-    values = [score_responses(texts, read, measure) for texts in responses]
+    dev_set = DevSet(examples, metric)
+    responses = run_members(candidates, dev_set.prompts, **options)
+    values = [dev_set.score(texts) for texts in responses]
     for member, value in zip(candidates.member_views, values, strict=True):
         if not 0 <= value <= 1:
             raise ConfigurationError(

@@ -12,7 +12,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..config import MethodConfig, method_config, normalize_weights
-from ..dev_set import Metric, answer_all, are_texts, read_examples, read_metric, score_responses
+from ..dev_set import DevSet, Metric, answer_all, are_texts
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
 from ..state_file import StateFile, describe_generation_config, describe_member
@@ -114,12 +114,11 @@ def tune_method(
         ConfigurationError: Before anything runs, if the grid, a value in it or the development set is no good, or
             `state_file` is of another search. Later, if the metric gives no finite number.
     """
-    read = read_examples(examples)
-    measure = read_metric(metric)
+    dev_set = DevSet(examples, metric)
+    prompts = dev_set.prompts
     base = ensemble.config.method if method is None else method_config(method)
     base_weights = ensemble.config.weights if weights is None else weights
     points = _points(grid, base, base_weights, len(ensemble.members))
-    prompts = [example.prompt for example in read]
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **generate_options}
     state, finished = None, {}
     if state_file is not None:
@@ -131,10 +130,10 @@ def tune_method(
             "options": options,
         }
         state = StateFile(state_file, settings)
-        finished = dict(state.read(lambda part: _read_point(part, len(read))))
+        finished = dict(state.read(lambda part: _read_point(part, len(prompts))))
 
     table = []
-    with logging.tqdm(total=len(points) * len(read), desc="tuning", unit="prompt") as bar:
+    with logging.tqdm(total=len(points) * len(prompts), desc="tuning", unit="prompt") as bar:
         for point_method, point_weights in points:
             name = json.dumps([point_method.to_dict(), point_weights])
             if name in finished:
@@ -147,7 +146,7 @@ def tune_method(
                 finished[name] = (responses, seconds)
                 if state is not None:
                     state.add({"point": json.loads(name), "responses": responses, "seconds": round(seconds, 3)})
-            score = score_responses(responses, read, measure)
+            score = dev_set.score(responses)
             table.append(TuningPoint(point_method, tuple(point_weights), score, seconds, tuple(responses)))
     return TuningResult(tuple(table), tuple(grid))
 

@@ -59,10 +59,14 @@ class _Job(NamedTuple):
         if self.work == "score" and method.likelihoods_ignore_options:
             method = type(method)()
         who = {"method": method.to_dict(), "weights": weights} if member is None else {"member": member}
+        return {"work": self.work, **who, **self.limits}
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Where a text ends that is written."""
         if self.work == "score":
-            return {"work": self.work, **who}
-        stops = self.evaluation_set.stop_strings
-        return {"work": self.work, **who, "max_new_tokens": self.max_new_tokens, "stop_strings": stops}
+            return {}
+        return {"max_new_tokens": self.max_new_tokens, "stop_strings": self.evaluation_set.stop_strings}
 
     def texts(self, item: Item) -> tuple[str, ...]:
         """What is read of an example: its prompt, and the continuations that are scored."""
@@ -76,9 +80,8 @@ class _Job(NamedTuple):
     def run(self, items: Sequence[Item], batch_size: int) -> Iterator[list[Any]]:
         """Yield the outcomes of batches of examples, in their order."""
         _, model, method, weights, _ = self.runner
-        options: dict[str, Any] = {"method": method, "weights": weights, "batch_size": batch_size}
+        options = {"method": method, "weights": weights, "batch_size": batch_size, **self.limits}
         if self.work == "write":
-            options |= {"max_new_tokens": self.max_new_tokens, "stop_strings": self.evaluation_set.stop_strings}
             yield from run_batches(model, [item.prompt for item in items], **options)
             return
         per_batch = max(1, batch_size // len(items[0].continuations))
