@@ -105,9 +105,8 @@ class EnsembleLM(TemplateLM):
             if not torch.cuda.is_available() and device in (None, "cuda:0"):
                 logger.warning("There is no GPU: members run on the CPU.")
                 device = "cpu"
-            device = device or "cuda"
             ensemble = EnsembleForCausalLM.from_pretrained(
-                source, method=config, weights=shares, dtype=dtype, **{"device_map": device, **options}
+                source, method=config, weights=shares, dtype=dtype, **{"device_map": device or "cuda", **options}
             )
             config, shares = None, None
         elif options:
@@ -250,11 +249,8 @@ class EnsembleLM(TemplateLM):
         if num_impossible := sum(log_prob == -float("inf") for log_prob, _ in found):
             method = self.get_model_info()["method"]["name"]
             logger.warning(
-                "%d of %d continuations have probability 0, since they hold a token that method %r gives none: it mixes "
-                "only the members' best. Use another for likelihoods, or a larger `top_k`.",
-                num_impossible,
-                len(found),
-                method,
+                f"{num_impossible} of {len(found)} continuations have probability 0, since they hold a token that method "
+                f"{method!r} gives none: it mixes only the members' best. Use another for likelihoods, or a larger `top_k`."
             )
         return found
 

@@ -238,10 +238,9 @@ def _measure(
 def _check_limits(max_members: int | None, max_gap: float, max_length_ratio: float) -> None:
     if max_members is not None:
         check_positive_integer("max_members", max_members)
-    if not (is_number(max_gap) and max_gap >= 0):
-        raise ConfigurationError(f"`max_gap` has to be a number of at least 0, but is {max_gap!r}.")
-    if not (is_number(max_length_ratio) and max_length_ratio >= 1):
-        raise ConfigurationError(f"`max_length_ratio` has to be a number of at least 1, but is {max_length_ratio!r}.")
+    for name, value, least in (("max_gap", max_gap, 0), ("max_length_ratio", max_length_ratio, 1)):
+        if not (is_number(value) and value >= least):
+            raise ConfigurationError(f"`{name}` has to be a number of at least {least}, but is {value!r}.")
 
 
 def _figures(name: str, values: Sequence[float], count: int) -> list[float]:

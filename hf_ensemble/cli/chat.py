@@ -89,20 +89,7 @@ def run(args: argparse.Namespace) -> None:
             import readline  # noqa: F401  (lets `input` edit lines and remember them)
         _note(CHAT_COMMANDS)
     with arguments.seeded(args.seed):
-        while True:
-            try:
-                line = input("> " if is_terminal else "").strip()
-            except EOFError:
-                if is_terminal:
-                    print()
-                return
-            except KeyboardInterrupt:
-                if not is_terminal:
-                    raise
-                print()
-                continue
-            if line == "/exit":
-                return
+        while (line := _read_line(is_terminal)) != "/exit":
             try:
                 if line.startswith("/"):
                     chat.command(line)
@@ -112,6 +99,21 @@ def run(args: argparse.Namespace) -> None:
                 if not is_terminal:
                     raise
                 _note(f"error: {' '.join(str(error).split())}")
+
+
+def _read_line(is_terminal: bool) -> str:
+    """The next line; the end of the input is an exit, and Ctrl-C in a terminal an empty line."""
+    try:
+        return input("> " if is_terminal else "").strip()
+    except EOFError:
+        line = "/exit"
+    except KeyboardInterrupt:
+        if not is_terminal:
+            raise
+        line = ""
+    if is_terminal:
+        print()
+    return line
 
 
 def _note(text: str) -> None:

@@ -68,8 +68,7 @@ def _generate(parser: argparse.ArgumentParser) -> None:
       hf-ensemble generate "Who are you?" --members chat-a model-b --chat --max-new-tokens 16
     """
     _take_prompts(parser)
-    _take_members(parser)
-    _take_method(parser)
+    _take_ensemble(parser)
     _take_lengths(parser)
     _take_sampling(parser)
     _take_output(parser)
@@ -89,8 +88,7 @@ def _chat(parser: argparse.ArgumentParser) -> None:
     in the conversation:
     """
     parser.epilog = f"{parser.epilog}{textwrap.indent(CHAT_COMMANDS, '  ')}"
-    _take_members(parser)
-    _take_method(parser)
+    _take_ensemble(parser)
     _take_lengths(parser, 512)
     _take_sampling(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -105,8 +103,7 @@ def _compare(parser: argparse.ArgumentParser) -> None:
       hf-ensemble compare "The cat" --members model-a model-b --method gac --stop "."
     """
     _take_prompts(parser)
-    _take_members(parser)
-    _take_method(parser)
+    _take_ensemble(parser)
     _take_lengths(parser, 32)
     _take_output(parser)
 
@@ -167,8 +164,7 @@ def _eval(parser: argparse.ArgumentParser) -> None:
       {"prompt": "2 + 2 =", "reference": "4"}                             exact match, bits per byte
       {"text": "Once upon a time"}                                        bits per byte
     """
-    _take_members(parser)
-    _take_method(parser)
+    _take_ensemble(parser)
     add = parser.add_argument_group("what is evaluated").add_argument
     add(
         "--data",
@@ -207,8 +203,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
       hf-ensemble serve --members my-chat --port 8080 --name my-chat
       hf-ensemble serve --members chat-a model-b --method gac --weights 0.7 0.3 --host 0.0.0.0
     """
-    _take_members(parser)
-    _take_method(parser)
+    _take_ensemble(parser)
     parser.add_argument("--host", default="localhost", help="default: localhost")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 for any that is free")
     parser.add_argument("--name", help="name of the model that clients ask for (default: the members' names, with +)")
@@ -233,7 +228,8 @@ def _take_members(parser: argparse.ArgumentParser) -> None:
     add("--revision", nargs="+", help="branch, tag or commit on the Hub: one, or one a member")
 
 
-def _take_method(parser: argparse.ArgumentParser) -> None:
+def _take_ensemble(parser: argparse.ArgumentParser) -> None:
+    _take_members(parser)
     add = parser.add_argument_group("method").add_argument
     add("--method", help="name of a method; a wrong one shows them all (default: as saved, else unite)")
     _add_pairs(add, "--option", "an option of the method; can be repeated")

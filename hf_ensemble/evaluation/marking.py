@@ -40,20 +40,15 @@ class Outcomes(NamedTuple):
         is_member: Whether it is a member alone.
         evaluation_set: The set.
         work: `"write"` or `"score"`.
-        found: For each example a response, or the natural log-probability of each continuation, with the seconds it took;
-            None where it did not run.
+        ran: By its place in the set, for each example that ran a response, or the natural log-probability of each
+            continuation, with the seconds it took.
     """
 
     system: str
     is_member: bool
     evaluation_set: EvaluationSet
     work: Work
-    found: list[tuple[Any, float] | None]
-
-    @property
-    def ran(self) -> dict[int, tuple[Any, float]]:
-        """What was found, by the places of the examples that ran."""
-        return {n: found for n, found in enumerate(self.found) if found is not None}
+    ran: dict[int, tuple[Any, float]]
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Evaluation:
         seconds: dict[str, float] = {}
         for own in outcomes:
             seconds[own.system] = seconds.get(own.system, 0.0) + math.fsum(spent for _, spent in own.ran.values())
-        is_complete = all(len(own.ran) == len(own.found) for own in outcomes)
+        is_complete = all(len(own.ran) == len(own.evaluation_set.items) for own in outcomes)
         return cls(tuple(mark(outcomes, measures)), is_complete, seconds, tuple(unmeasured))
 
     def __getitem__(self, key: tuple[str, str, str]) -> Result:

@@ -176,9 +176,9 @@ def evaluate(
                 kept.add(label, dict(zip(order[done : done + len(batch)], batch, strict=True)), seconds)
                 done += len(batch)
                 bar.update(len(batch))
-            found = [known.get(key) for key in keys]
+            ran = {n: known[key] for n, key in enumerate(keys) if key in known}
             is_member = job.runner.member is not None
-            outcomes.append(Outcomes(job.runner.name, is_member, job.evaluation_set, job.work, found))
+            outcomes.append(Outcomes(job.runner.name, is_member, job.evaluation_set, job.work, ran))
     unmeasured = [evaluation_set.name for evaluation_set in sets if not works_for(evaluation_set.kind, measures)]
     return Evaluation.from_outcomes(outcomes, measures, unmeasured)
 

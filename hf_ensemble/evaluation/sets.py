@@ -136,9 +136,7 @@ def read_set(
     else:
         name = "examples" if name is None else name
         records = list(source)
-    head = ""
-    if worked_examples is not None:
-        head = read_text(worked_examples).rstrip() + "\n\n"
+    head = "" if worked_examples is None else read_text(worked_examples).rstrip() + "\n\n"
     kind: Kind | None = None
     items: list[Item] = []
     damaged = []

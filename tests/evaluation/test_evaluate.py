@@ -253,7 +253,7 @@ def outcomes_of(kind, count, values=None):
                 given.append(
                     (item.accepted[0] if n and work == "write" else " x" if work == "write" else log_probs, 0.1)
                 )
-            found.append(Outcomes(name, n < 2, one, work, given))
+            found.append(Outcomes(name, n < 2, one, work, dict(enumerate(given))))
     return found
 
 
