@@ -260,6 +260,6 @@ def _length_ratio(a: float | None, b: float | None) -> float | None:
     if a is None or b is None:
         return None
     short, long = sorted((a, b))
-    if short == 0:
-        return 1.0 if long == 0 else math.inf
-    return long / short
+    if short == long:
+        return 1.0
+    return long / short if short else math.inf

@@ -1,11 +1,11 @@
-"""What arguments of several commands ask for: an ensemble, its method, the prompts, and options of `generate`."""
+"""What arguments of several commands ask for: an ensemble, its method, prompts, options of `generate`, an output."""
 
 import argparse
 import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -13,7 +13,7 @@ import torch
 
 from ..config import MemberConfig, MethodConfig, method_config
 from ..errors import ConfigurationError
-from ..files import read_text
+from ..files import read_text, whole_file
 from ..model import EnsembleForCausalLM
 from .parsers import UsageError
 
@@ -157,3 +157,18 @@ def seeded(seed: int | None) -> Iterator[None]:
         if seed is not None:
             torch.manual_seed(seed)
         yield
+
+
+@contextlib.contextmanager
+def output(args: argparse.Namespace) -> Iterator[Callable[[Any, object], None]]:
+    """What writes results, each as a line of JSON or as text: to stdout, or to a file that is whole or not there."""
+    with contextlib.ExitStack() as stack:
+        stream = sys.stdout
+        if args.output is not None:
+            unfinished = stack.enter_context(whole_file(args.output))
+            stream = stack.enter_context(unfinished.open("w", encoding="utf-8"))
+
+        def write(value: Any, text: object) -> None:
+            print(json.dumps(value, ensure_ascii=False) if args.json else text, file=stream, flush=True)
+
+        yield write

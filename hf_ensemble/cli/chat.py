@@ -9,9 +9,9 @@ from typing import Any
 from transformers import TextStreamer
 
 from ..errors import EnsembleError
+from ..files import whole_file
 from ..model import EnsembleForCausalLM
 from . import arguments
-from .output import output
 from .parsers import CHAT_COMMANDS
 
 
@@ -72,8 +72,8 @@ class _Chat:
         elif name == "/system":
             self.begin(rest or None)
         elif name == "/save" and rest:
-            with output(rest) as file:
-                json.dump(self.messages, file, ensure_ascii=False, indent=2)
+            with whole_file(rest) as unfinished:
+                unfinished.write_text(json.dumps(self.messages, ensure_ascii=False, indent=2), "utf-8")
             _note(f"saved in {rest}")
         else:
             _note(CHAT_COMMANDS)

@@ -8,7 +8,6 @@ from ..dev_set import run_batches
 from ..model import EnsembleForCausalLM
 from . import arguments
 from .chat import answer
-from .output import json_line, output
 from .parsers import UsageError
 
 
@@ -25,9 +24,9 @@ def run(args: argparse.Namespace) -> None:
     prompts = arguments.read_prompts(args)
     options = arguments.generate_options(args)
     ensemble = arguments.load_ensemble(args)
-    with output(args.output) as stream, arguments.seeded(args.seed):
+    with arguments.output(args) as write, arguments.seeded(args.seed):
         for prompt, text in zip(prompts, _texts(ensemble, prompts, options, args), strict=True):
-            print(json_line({"prompt": prompt, "text": text}) if args.json else text, file=stream, flush=True)
+            write({"prompt": prompt, "text": text}, text)
 
 
 def _texts(

@@ -11,7 +11,6 @@ from ..errors import ConfigurationError
 from ..files import read_json_lines
 from ..model import EnsembleForCausalLM
 from . import arguments
-from .output import json_line, output
 from .parsers import UsageError
 
 
@@ -40,9 +39,8 @@ def run(args: argparse.Namespace) -> None:
         selection = select_members(candidates, examples, args.metric, batch_size=args.batch_size, **options, **limits)
     if args.save is not None:
         _save(args, candidates, selection)
-    with output(args.output) as stream:
-        rows = [dataclasses.asdict(row) for row in selection.table]
-        print(json_line(rows) if args.json else selection, file=stream)
+    with arguments.output(args) as write:
+        write([dataclasses.asdict(row) for row in selection.table], selection)
 
 
 def _read_example(line: Any) -> Any:

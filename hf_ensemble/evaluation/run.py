@@ -1,6 +1,7 @@
 """Running an ensemble and its members over evaluation sets, so that the work can be stopped and go on."""
 
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
@@ -159,7 +160,7 @@ def evaluate(
     with logging.tqdm(total=total, desc="evaluating", unit="example") as bar:
         for job in jobs:
             label, keys = job.label(), [hash_of(job.texts(item)) for item in job.evaluation_set.items]
-            known = kept.of(label)
+            known = kept.known[hash_of(label)]
             missing = {key: item for key, item in zip(keys, job.evaluation_set.items, strict=True) if key not in known}
             bar.set_postfix_str(f"{job.evaluation_set.name}, {job.runner.name}")
             bar.update(len(keys) - len(missing))
@@ -198,7 +199,8 @@ class _Kept:
 
     def __init__(self, ensemble: EnsembleForCausalLM, path: str | PathLike[str] | None):
         self._state = None
-        self._known: dict[str, dict[str, tuple[Any, float]]] = {}
+        # By label, what is there of the examples by their keys.
+        self.known: dict[str, dict[str, tuple[Any, float]]] = defaultdict(dict)
         if path is not None:
             settings = {
                 "format": _FORMAT,
@@ -207,10 +209,6 @@ class _Kept:
             }
             self._state = StateFile(path, settings, work="evaluation")
             self._state.read(self._remember)
-
-    def of(self, label: dict[str, Any]) -> dict[str, tuple[Any, float]]:
-        """What is there of a label, by the examples' keys; grows with `add`."""
-        return self._known.setdefault(hash_of(label), {})
 
     def add(self, label: dict[str, Any], outcomes: dict[str, Any], seconds: float) -> None:
         """Keep the outcomes of a batch."""
@@ -222,7 +220,7 @@ class _Kept:
     def _remember(self, part: dict[str, Any]) -> None:
         outcomes = dict(part["outcomes"])
         each = float(part["seconds"]) / max(1, len(outcomes))
-        self.of(part["label"]).update((key, (outcome, each)) for key, outcome in outcomes.items())
+        self.known[hash_of(part["label"])].update((key, (outcome, each)) for key, outcome in outcomes.items())
 
 
 def _runners(
