@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,21 +41,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hf_ensemble {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for fill in (_generate, _chat, _compare, _inspect, _select, _eval, _serve):
-        summary, _, examples = (inspect.getdoc(fill) or "").partition("\n\nExamples:\n")
+    for add_own, *groups in _COMMANDS:
+        summary, _, examples = (inspect.getdoc(add_own) or "").partition("\n\nExamples:\n")
         command = subparsers.add_parser(
-            fill.__name__[1:],
+            add_own.__name__[1:],
             help=summary[:1].lower() + summary[1:-1],
             description=summary,
             epilog=f"examples:\n{examples}\n",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        fill(command)
+        for add in (*groups, add_own):
+            add(command)
         command.add_argument("--traceback", action="store_true", help="show all of an error, not one line")
     return parser
 
 
-# Each command: its help, and what adds its arguments
+# Each command: its help, and what adds the arguments that it has alone
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:
@@ -67,14 +69,9 @@ def _generate(parser: argparse.ArgumentParser) -> None:
       hf-ensemble generate "The cat" --members model-a model-b --method unite --option top_k=5 --temperature 0.8 --seed 1
       hf-ensemble generate "Who are you?" --members chat-a model-b --chat --max-new-tokens 16
     """
-    _take_prompts(parser)
-    _take_ensemble(parser)
-    _take_lengths(parser)
-    _take_sampling(parser)
-    _take_output(parser)
     parser.add_argument("--chat", action="store_true", help="each prompt is a message, and the text the answer to it")
     parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
-    _take_batch_size(parser.add_argument, "prompts that run together; ")
+    _add_batch_size(parser.add_argument, "prompts that run together; ")
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:
@@ -87,10 +84,8 @@ def _chat(parser: argparse.ArgumentParser) -> None:
 
     in the conversation:
     """
+    parser.set_defaults(max_new_tokens=512)
     parser.epilog = f"{parser.epilog}{textwrap.indent(CHAT_COMMANDS, '  ')}"
-    _take_ensemble(parser)
-    _take_lengths(parser, 512)
-    _take_sampling(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
 
 
@@ -102,10 +97,7 @@ def _compare(parser: argparse.ArgumentParser) -> None:
       hf-ensemble compare --members my-ensemble --file prompts.txt --lines --max-new-tokens 16 --json
       hf-ensemble compare "The cat" --members model-a model-b --method gac --stop "."
     """
-    _take_prompts(parser)
-    _take_ensemble(parser)
-    _take_lengths(parser, 32)
-    _take_output(parser)
+    parser.set_defaults(max_new_tokens=32)
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
@@ -115,8 +107,6 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
       hf-ensemble inspect --members model-a model-b
       hf-ensemble inspect --members my-ensemble --text prompts.txt --json
     """
-    _take_members(parser)
-    _take_output(parser)
     parser.add_argument("--text", metavar="FILE", help="text like those to be written, whose words are cut")
 
 
@@ -132,16 +122,13 @@ def _select(parser: argparse.ArgumentParser) -> None:
       --examples   {"prompt": "2 + 2 =", "reference": "4"}; a reference is a text or a list of texts
       --responses  a text, or what `hf-ensemble generate --json` writes
     """
-    _take_members(parser)
-    _take_lengths(parser)
-    _take_output(parser)
     add = parser.add_argument_group("scores, given or measured").add_argument
     add("--scores", nargs="+", type=float, metavar="POINTS", help="one a candidate, in percent")
     add("--responses", nargs="+", metavar="FILE", help="one a candidate, to compare their lengths")
     add("--mean-lengths", nargs="+", type=float, metavar="LENGTH", help="one a candidate")
     add("--examples", metavar="FILE", help="development set to run every candidate on")
     add("--metric", choices=METRICS, help="how an answer is compared with its reference")
-    _take_batch_size(add)
+    _add_batch_size(add)
     add = parser.add_argument_group("limits").add_argument
     add("--max-members", type=int, metavar="N", help="default: no limit")
     add("--max-gap", type=float, default=10.0, metavar="POINTS", help="below the best; default: 10")
@@ -164,7 +151,6 @@ def _eval(parser: argparse.ArgumentParser) -> None:
       {"prompt": "2 + 2 =", "reference": "4"}                             exact match, bits per byte
       {"text": "Once upon a time"}                                        bits per byte
     """
-    _take_ensemble(parser)
     add = parser.add_argument_group("what is evaluated").add_argument
     add(
         "--data",
@@ -187,7 +173,7 @@ def _eval(parser: argparse.ArgumentParser) -> None:
     add("--skip-damaged", action="store_true", help="leave out examples of no known form")
     add = parser.add_argument_group("how it runs").add_argument
     add("--max-new-tokens", type=int, default=32, metavar="N", help="of an answer; default: 32")
-    _take_batch_size(add)
+    _add_batch_size(add)
     add("--state-file", metavar="FILE", help="keeps what is done, so that the same command goes on")
     add("--time-limit", type=float, metavar="SECONDS", help="stop before; exit code 1 if work is left")
     add = parser.add_argument_group("output beside the table on stdout").add_argument
@@ -203,7 +189,6 @@ def _serve(parser: argparse.ArgumentParser) -> None:
       hf-ensemble serve --members my-chat --port 8080 --name my-chat
       hf-ensemble serve --members chat-a model-b --method gac --weights 0.7 0.3 --host 0.0.0.0
     """
-    _take_ensemble(parser)
     parser.add_argument("--host", default="localhost", help="default: localhost")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 for any that is free")
     parser.add_argument("--name", help="name of the model that clients ask for (default: the members' names, with +)")
@@ -214,7 +199,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
 # Arguments that several commands take
 
 
-def _take_members(parser: argparse.ArgumentParser) -> None:
+def _add_members(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("members").add_argument
     add(
         "--members",
@@ -228,24 +213,23 @@ def _take_members(parser: argparse.ArgumentParser) -> None:
     add("--revision", nargs="+", help="branch, tag or commit on the Hub: one, or one a member")
 
 
-def _take_ensemble(parser: argparse.ArgumentParser) -> None:
-    _take_members(parser)
+def _add_method(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("method").add_argument
     add("--method", help="name of a method; a wrong one shows them all (default: as saved, else unite)")
     _add_pairs(add, "--option", "an option of the method; can be repeated")
     add("--weights", nargs="+", type=float, metavar="WEIGHT", help="mixing weights, one a member")
 
 
-def _take_prompts(parser: argparse.ArgumentParser) -> None:
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("prompts").add_argument
     add("prompt", nargs="*", metavar="PROMPT", help="texts, before `--members` (default: all of stdin as one)")
     add("--file", help="a file to read instead")
     add("--lines", action="store_true", help="each line of the file, or of stdin, is a prompt")
 
 
-def _take_lengths(parser: argparse.ArgumentParser, most: int = 128) -> None:
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("texts").add_argument
-    add("--max-new-tokens", type=int, default=most, metavar="N", help=f"default: {most}")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     add("--stop", action="append", metavar="TEXT", help="ends a text; can be repeated")
     _add_pairs(add, "--set", "any other option of `generate`, as JSON or a plain word; can be repeated")
 
@@ -254,7 +238,7 @@ def _add_pairs(add: Any, name: str, what: str) -> None:
     add(name, action="append", default=[], metavar="KEY=VALUE", help=what)
 
 
-def _take_sampling(parser: argparse.ArgumentParser) -> None:
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sampling (greedy decoding without any of these)").add_argument
     add("--sample", action="store_true", help="draw tokens")
     add("--temperature", type=float, metavar="T")
@@ -263,11 +247,23 @@ def _take_sampling(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int)
 
 
-def _take_batch_size(add: Any, what: str = "") -> None:
+def _add_batch_size(add: Any, what: str = "") -> None:
     add("--batch-size", type=int, default=8, metavar="N", help=f"{what}default: 8")
 
 
-def _take_output(parser: argparse.ArgumentParser) -> None:
+def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="JSON instead of text")
     add("--output", metavar="FILE", help="write there, and only once all is done (default: stdout)")
+
+
+_COMMANDS: tuple[tuple[Callable[[argparse.ArgumentParser], None], ...], ...] = (
+    (_generate, _add_prompts, _add_members, _add_method, _add_lengths, _add_sampling, _add_output),
+    (_chat, _add_members, _add_method, _add_lengths, _add_sampling),
+    (_compare, _add_prompts, _add_members, _add_method, _add_lengths, _add_output),
+    (_inspect, _add_members, _add_output),
+    (_select, _add_members, _add_lengths, _add_output),
+    (_eval, _add_members, _add_method),
+    (_serve, _add_members, _add_method),
+)
+"""The commands, each with what it takes of the arguments that several have."""
