@@ -182,10 +182,9 @@ def run_batches(
     check_positive_integer("batch_size", batch_size)
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
     tokenizer, device = ensemble.tokenizer, ensemble.member_views[0].device
-    pad = tokenizer.pad_token_id or 0
     for start in range(0, len(prompts), batch_size):
         rows = tokenizer(list(prompts[start : start + batch_size]))["input_ids"]
-        ids, mask = padded_left(rows, pad)
+        ids, mask = padded_left(rows, tokenizer.pad_token_id or 0)
         output = ensemble.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **options)
         if not isinstance(output, Tensor) or len(output) != len(rows):
             raise ConfigurationError(

@@ -35,10 +35,8 @@ def remember(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], conversatio
     global _num_ids
     key, size = _key(tokenizer, ids), max(_LEAST, len(ids))
     with _lock:
-        if key in _conversations:
-            _num_ids -= _conversations.pop(key)[1]
+        _num_ids += size - _conversations.pop(key, (None, 0))[1]
         _conversations[key] = conversation, size
-        _num_ids += size
         while _num_ids > MAX_IDS and len(_conversations) > 1:
             _num_ids -= _conversations.popitem(last=False)[1][1]
 

@@ -20,9 +20,6 @@ PLAIN_TEMPLATE = (
 )
 """What a member without a template reads: its BOS, the system turn as it is, then turns headed by their role."""
 
-_SIGNS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Noncharacters, kept for a process's own use: no text has them."""
-
 
 @dataclass(frozen=True, eq=False)
 class ChatRenderer:
@@ -108,7 +105,9 @@ def _shows_parts(text: str, content: Any) -> bool:
 def _unused_sign(conversation: Conversation) -> str:
     texts: dict[str, str] = {}
     conversation.with_strings(lambda text: texts.setdefault(text, text))
-    sign = next((sign for sign in _SIGNS if not any(sign in text for text in texts)), None)
+    # Noncharacters, kept for a process's own use: no text has them.
+    signs = map(chr, range(0xFDD0, 0xFDF0))
+    sign = next((sign for sign in signs if not any(sign in text for text in texts)), None)
     if sign is None:
         raise ConfigurationError("a conversation must not hold all noncharacters from U+FDD0 to U+FDEF.")
     return sign

@@ -18,9 +18,6 @@ from ..model import EnsembleForCausalLM
 from ..state_file import StateFile, describe_generation_config, describe_member
 from ..tables import aligned
 
-_FORMAT = 1
-"""Part of every line of a state file: raise it when responses of finished points can change."""
-
 
 @dataclass(frozen=True)
 class TuningPoint:
@@ -123,7 +120,8 @@ def tune_method(
     state, finished = None, {}
     if state_file is not None:
         settings = {
-            "format": _FORMAT,
+            # Raised when responses of finished points can change.
+            "format": 1,
             "members": [describe_member(member) for member in ensemble.member_views],
             "prompts": prompts,
             "generation config": describe_generation_config(ensemble),

@@ -17,9 +17,6 @@ from .marking import MEASURES, Outcomes, Work, works_for
 from .results import Evaluation
 from .sets import EvaluationSet, Item
 
-_FORMAT = 1
-"""Part of every line of a state file: raise it when what is kept of an example can change."""
-
 
 class Configuration(NamedTuple):
     """How an ensemble decodes in one row of the table; None: as the ensemble says."""
@@ -203,7 +200,8 @@ class _Kept:
         self.known: dict[str, dict[str, tuple[Any, float]]] = defaultdict(dict)
         if path is not None:
             settings = {
-                "format": _FORMAT,
+                # Raised when what is kept of an example can change.
+                "format": 1,
                 "members": [describe_member(member) for member in ensemble.member_views],
                 "generation config": [describe_generation_config(model) for model in (ensemble, *ensemble.members)],
             }
