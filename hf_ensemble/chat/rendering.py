@@ -71,10 +71,14 @@ class ChatRenderer:
 
     def _render(self, conversation: Conversation) -> str:
         """Render as given, else with parts joined, else with system turns folded: the first that the template takes."""
+        template, more = self.chat_template, {}
+        if template is None and self.tokenizer.chat_template is None:
+            template, more = PLAIN_TEMPLATE, {"text_start": self.encoder.start}
         errors = []
         for way in (conversation, conversation.with_joined_parts(), conversation.with_folded_system()):
+            options = {**way.options, **more, "chat_template": template, "tokenize": False}
             try:
-                text = self._render_as_is(way)
+                text = str(PreTrainedTokenizerBase.apply_chat_template(self.tokenizer, way.messages, **options))
             except (TemplateError, TypeError, ValueError) as error:
                 errors.append(error)
                 continue
@@ -84,15 +88,6 @@ class ChatRenderer:
             f"the chat template of member {self.name!r} refuses the conversation: {errors[0]} Change the conversation, "
             "or give the member another template with `MemberConfig(chat_template=...)`."
         ) from errors[0]
-
-    def _render_as_is(self, conversation: Conversation) -> str:
-        template, options = self.chat_template, conversation.options
-        if template is None and self.tokenizer.chat_template is None:
-            template, options = PLAIN_TEMPLATE, {**options, "text_start": self.encoder.start}
-        rendered: Any = PreTrainedTokenizerBase.apply_chat_template(
-            self.tokenizer, conversation.messages, chat_template=template, tokenize=False, **options
-        )
-        return str(rendered)
 
 
 def _shows_parts(text: str, content: Any) -> bool:

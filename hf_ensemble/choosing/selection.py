@@ -131,12 +131,11 @@ def select_members(
     if (examples is None) == (scores is None):
         raise ConfigurationError("give either `scores`, or `examples` and a `metric` to measure them with.")
     options = {"max_new_tokens": max_new_tokens, **generate_options}
-    if examples is not None:
+    if scores is None:
         if mean_lengths is not None or responses is not None:
             raise ConfigurationError("`mean_lengths` and `responses` are measured where `examples` are given.")
         figures, responses = _measure(candidates, examples, metric, {"batch_size": batch_size, **options})
     else:
-        assert scores is not None
         if given := [name for name, value in {"metric": metric, **options}.items() if value is not None]:
             raise ConfigurationError(f"`{given[0]}` has no use where `scores` are given.")
         figures = _figures("scores", scores, len(names))
@@ -216,7 +215,7 @@ def _lengths(
 
 
 def _measure(
-    candidates: Any, examples: Iterable[Any], metric: Any, options: dict[str, Any]
+    candidates: Any, examples: Any, metric: Any, options: dict[str, Any]
 ) -> tuple[list[float], list[list[str]]]:
     """Run every candidate on the development set: their scores in points, and their responses."""
     if not isinstance(candidates, EnsembleForCausalLM):

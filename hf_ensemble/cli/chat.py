@@ -35,9 +35,7 @@ def answer(ensemble: EnsembleForCausalLM, messages: list[dict[str, str]], **opti
 class _Printer(TextStreamer):
     """Prints an answer as it is written, and keeps it."""
 
-    def __init__(self, tokenizer: Any):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.text = ""
+    text = ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print the next piece."""
@@ -57,7 +55,7 @@ class _Chat:
     def say(self, text: str) -> None:
         """Answer a message. An interrupted answer counts as far as it was shown; without one, nothing was said."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        printer = _Printer(self.ensemble.tokenizer)
+        printer = _Printer(self.ensemble.tokenizer, skip_prompt=True, skip_special_tokens=True)
         with contextlib.suppress(KeyboardInterrupt):
             answer(self.ensemble, messages, streamer=printer, **self.options)
         if printer.text:

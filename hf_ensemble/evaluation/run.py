@@ -25,38 +25,36 @@ class Configuration(NamedTuple):
     weights: Sequence[float] | None = None
 
 
-class _Runner(NamedTuple):
-    """A member or a configuration, with what is run for it.
+class _Job(NamedTuple):
+    """One kind of work on one set, by a member or a configuration.
 
     Attributes:
-        name: What the table calls it.
+        name: What the table calls who does it.
+        member: Number of the member; None for a configuration.
         model: The ensemble, or the member as an ensemble of one.
         method: Its method.
         weights: Its mixing weights.
-        member: Number of the member; None for a configuration.
+        evaluation_set: The set.
+        work: The work.
+        max_new_tokens: Most ids of an answer.
     """
 
     name: str
+    member: int | None
     model: EnsembleForCausalLM
     method: MethodConfig
     weights: list[float]
-    member: int | None
-
-
-class _Job(NamedTuple):
-    """One kind of work on one set by one of those that are compared."""
-
     evaluation_set: EvaluationSet
     work: Work
-    runner: _Runner
     max_new_tokens: int
 
     def label(self) -> dict[str, Any]:
         """What the outcome of an example depends on, beside the example and the members."""
-        _, _, method, weights, member = self.runner
+        method = self.method
         if self.work == "score" and method.likelihoods_ignore_options:
             method = type(method)()
-        who = {"method": method.to_dict(), "weights": weights} if member is None else {"member": member}
+        alone = self.member is not None
+        who = {"member": self.member} if alone else {"method": method.to_dict(), "weights": self.weights}
         return {"work": self.work, **who, **self.limits}
 
     @property
@@ -77,17 +75,16 @@ class _Job(NamedTuple):
 
     def run(self, items: Sequence[Item], batch_size: int) -> Iterator[list[Any]]:
         """Yield the outcomes of batches of examples, in their order."""
-        _, model, method, weights, _ = self.runner
-        options = {"method": method, "weights": weights, "batch_size": batch_size, **self.limits}
+        options = {"method": self.method, "weights": self.weights, "batch_size": batch_size, **self.limits}
         if self.work == "write":
-            yield from run_batches(model, [item.prompt for item in items], **options)
+            yield from run_batches(self.model, [item.prompt for item in items], **options)
             return
         per_batch = max(1, batch_size // len(items[0].continuations))
         for start in range(0, len(items), per_batch):
             batch = items[start : start + per_batch]
             prompts = [item.prompt for item in batch for _ in item.continuations]
             continuations = [text for item in batch for text in item.continuations]
-            log_probs = iter(model.score(prompts, continuations, **options).log_probs.tolist())
+            log_probs = iter(self.model.score(prompts, continuations, **options).log_probs.tolist())
             yield [[next(log_probs) for _ in item.continuations] for item in batch]
 
 
@@ -146,7 +143,7 @@ def evaluate(
     runners = _runners(ensemble, configurations, members)
     kept = _Kept(ensemble, state_file)
     jobs = [
-        _Job(evaluation_set, work, runner, max_new_tokens)
+        _Job(*runner, evaluation_set, work, max_new_tokens)
         for evaluation_set in sets
         for work in works_for(evaluation_set.kind, measures)
         for runner in runners
@@ -159,7 +156,7 @@ def evaluate(
             label, keys = job.label(), [hash_of(job.texts(item)) for item in job.evaluation_set.items]
             known = kept.known[hash_of(label)]
             missing = {key: item for key, item in zip(keys, job.evaluation_set.items, strict=True) if key not in known}
-            bar.set_postfix_str(f"{job.evaluation_set.name}, {job.runner.name}")
+            bar.set_postfix_str(f"{job.evaluation_set.name}, {job.name}")
             bar.update(len(keys) - len(missing))
             # The longest first, so that batches are even, and memory that does not suffice is missed at once.
             order = sorted(missing, key=lambda key: -job.length(missing[key]))
@@ -175,8 +172,7 @@ def evaluate(
                 done += len(batch)
                 bar.update(len(batch))
             ran = {n: known[key] for n, key in enumerate(keys) if key in known}
-            is_member = job.runner.member is not None
-            outcomes.append(Outcomes(job.runner.name, is_member, job.evaluation_set, job.work, ran))
+            outcomes.append(Outcomes(job.name, job.member is not None, job.evaluation_set, job.work, ran))
     unmeasured = [evaluation_set.name for evaluation_set in sets if not works_for(evaluation_set.kind, measures)]
     return Evaluation.from_outcomes(outcomes, measures, unmeasured)
 
@@ -223,11 +219,11 @@ class _Kept:
 
 def _runners(
     ensemble: EnsembleForCausalLM, configurations: Mapping[str, Configuration] | None, members: bool
-) -> list[_Runner]:
-    """The members alone, if they are asked for, and the configurations."""
+) -> list[tuple[str, int | None, EnsembleForCausalLM, MethodConfig, list[float]]]:
+    """What jobs begin with: the members alone, if they are asked for, and the configurations."""
     views = ensemble.member_views
-    runners = [
-        _Runner(view.name, ensemble.alone(index), method_config("gac"), [1.0], index)
+    runners: list[Any] = [
+        (view.name, index, ensemble.alone(index), method_config("gac"), [1.0])
         for index, view in enumerate(views if members else ())
     ]
     if configurations is None:
@@ -237,8 +233,8 @@ def _runners(
         own.check_members(len(views))
         given = ensemble.config.weights if weights is None else weights
         own_weights = normalize_weights(given, len(views), own.takes_weights_as_given)
-        runners.append(_Runner(name, ensemble, own, own_weights, None))
-    taken = [runner.name for runner in runners]
+        runners.append((name, None, ensemble, own, own_weights))
+    taken = [runner[0] for runner in runners]
     if len(set(taken)) < len(taken):
         raise ConfigurationError(f"members and configurations must have different names, but are {taken}.")
     return runners
