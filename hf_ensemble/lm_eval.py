@@ -134,8 +134,7 @@ class EnsembleLM(TemplateLM):
             ConfigurationError: If the text has another form, or an argument does not fit.
         """
         arguments = {name: _value_of(value) for name, value in _split_arguments(arg_string)}
-        more = {name: value for name, value in (additional_config or {}).items() if value is not None}
-        return cls(**arguments, **more)
+        return cls.create_from_arg_obj(arguments, additional_config)  # type: ignore[no-any-return]
 
     # What the harness asks about the model
 

@@ -82,18 +82,12 @@ def read_method(args: argparse.Namespace) -> MethodConfig | None:
 def _read_value(argument: str, text: str, hint: Any) -> Any:
     """The value of one option, in the type that it is declared with."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    choices: list[str] = []
+    said = {NoneType: ["none"], bool: ["true", "false"], int: ["an integer"], float: ["a number"]}
     for kind in kinds:
-        if get_origin(kind) is Literal:
-            choices += get_args(kind)
-        elif kind is NoneType:
-            choices.append("none")
-        elif kind is bool:
-            choices += ["true", "false"]
-        else:
+        if kind not in (NoneType, bool) and get_origin(kind) is not Literal:
             with contextlib.suppress(ValueError):
                 return kind(text)
-            choices.append({int: "an integer", float: "a number"}[kind])
+    choices = [choice for kind in kinds for choice in said.get(kind) or get_args(kind)]
     if text not in choices:
         raise UsageError(f"`{argument}` has to be {' or '.join(choices)}, but is {text!r}.")
     return {"none": None, "true": True, "false": False}.get(text, text)

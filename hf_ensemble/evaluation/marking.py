@@ -106,7 +106,8 @@ def _compare(measure: str, group: Sequence[Outcomes]) -> Iterator[Result]:
     is_bits = measure == "bits per byte"
     sizes = [len(item.continuations[item.right].encode()) if is_bits else 1 for item in items]
     # What each example that ran is worth, by its place in the set.
-    worth = [{n: _value(measure, own.evaluation_set, items[n], x) for n, (x, _) in own.ran.items()} for own in group]
+    found = [{n: _value(measure, own.evaluation_set, items[n], x) for n, (x, _) in own.ran.items()} for own in group]
+    worth = [{place: value for place, (value, _) in values.items()} for values in found]
     estimates = [_estimate(is_bits, values, sizes) for values in worth]
     # The best of the members that ran on the most examples.
     sign = -1 if is_bits else 1
@@ -125,28 +126,22 @@ def _compare(measure: str, group: Sequence[Outcomes]) -> Iterator[Result]:
             num_examples=len(items),
             estimate=estimates[n],
             difference=ratio(differences, [sizes[place] for place in both], -most, most) if both else None,
-            num_without=sum(_has_none(measure, own, items[place], found) for place, (found, _) in own.ran.items()),
+            num_without=sum(has_none for _, has_none in found[n].values()),
             seconds=math.fsum(seconds for _, seconds in own.ran.values()),
         )
 
 
-def _value(measure: str, evaluation_set: EvaluationSet, item: Item, found: Any) -> float:
-    """1 or 0 for shares, else bits."""
+def _value(measure: str, evaluation_set: EvaluationSet, item: Item, found: Any) -> tuple[float, bool]:
+    """1 or 0 for shares, else bits; and whether there is no probability at all."""
     if measure == "exact match":
-        return float(evaluation_set.is_right(found, item))
+        return float(evaluation_set.is_right(found, item)), False
     if measure == "bits per byte":
         # A probability of 1 may come out a little above.
-        return max(0.0, float(-found[item.right] / math.log(2)))
+        return max(0.0, -found[item.right] / math.log(2)), found[item.right] == -math.inf
     if max(found) == -math.inf:
-        return 0.0
+        return 0.0, True
     scores = found if measure == "accuracy" else [x / n for x, n in zip(found, item.lengths, strict=True)]
-    return float(scores.index(max(scores)) == item.right)
-
-
-def _has_none(measure: str, outcomes: Outcomes, item: Item, found: Any) -> bool:
-    if outcomes.work == "write":
-        return False
-    return bool((found[item.right] if measure == "bits per byte" else max(found)) == -math.inf)
+    return float(scores.index(max(scores)) == item.right), False
 
 
 def _estimate(is_bits: bool, values: dict[int, float], sizes: Sequence[int]) -> Estimate:

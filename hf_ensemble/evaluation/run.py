@@ -159,17 +159,16 @@ def evaluate(
             bar.set_postfix_str(f"{job.evaluation_set.name}, {job.name}")
             bar.update(len(keys) - len(missing))
             # The longest first, so that batches are even, and memory that does not suffice is missed at once.
-            order = sorted(missing, key=lambda key: -job.length(missing[key]))
-            batches = job.run([missing[key] for key in order], batch_size)
-            done = 0
+            waiting = sorted(missing, key=lambda key: -job.length(missing[key]))
+            batches = job.run([missing[key] for key in waiting], batch_size)
             # A batch like the longest so far has to end in time.
-            while done < len(order) and (time_limit is None or time.perf_counter() - began + longest < time_limit):
+            while waiting and (time_limit is None or time.perf_counter() - began + longest < time_limit):
                 batch_began = time.perf_counter()
                 batch = next(batches)
                 seconds = time.perf_counter() - batch_began
                 longest = max(longest, seconds)
-                kept.add(label, dict(zip(order[done : done + len(batch)], batch, strict=True)), seconds)
-                done += len(batch)
+                kept.add(label, dict(zip(waiting[: len(batch)], batch, strict=True)), seconds)
+                del waiting[: len(batch)]
                 bar.update(len(batch))
             ran = {n: known[key] for n, key in enumerate(keys) if key in known}
             outcomes.append(Outcomes(job.name, job.member is not None, job.evaluation_set, job.work, ran))
