@@ -352,11 +352,8 @@ def _split_arguments(text: str) -> list[tuple[str, str]]:
 def _value_of(text: str) -> Any:
     if "," in text and text[0] not in "[({'\"":
         return text
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text.title() if text.lower() in ("true", "false", "none") else text)
     except (ValueError, SyntaxError):
         return text
 

@@ -95,9 +95,8 @@ def read_conversations(conversation: Any, tools: Any, **options: Any) -> tuple[l
         raise ConfigurationError(f"a conversation has to be a list of turns, but is {conversation!r:.200}.")
     is_batch = isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
     if tools is not None:
-        if not isinstance(tools, (list, tuple)) or not all(
-            isinstance(tool, Mapping) or callable(tool) for tool in tools
-        ):
+        is_list = isinstance(tools, (list, tuple))
+        if not is_list or not all(isinstance(tool, Mapping) or callable(tool) for tool in tools):
             raise TypeError(f"`tools` has to be a list of JSON schemas or functions, but is {tools!r:.200}.")
         tools = [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
     options = _plain({"tools": tools, **options})

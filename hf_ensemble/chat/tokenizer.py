@@ -98,7 +98,7 @@ class _RemembersConversations:
             return ids
         return ids[-limit:] if self.truncation_side == "left" else ids[:limit]
 
-    def _encoding(self: Any, rows: list[list[int]], shape: dict[str, Any], options: dict[str, Any]) -> BatchEncoding:
+    def _encoding(self: Any, rows: list[list[int]], shape: dict[str, Any], options: dict[str, Any]) -> Any:
         known = {"pad_to_multiple_of", "padding_side", "return_attention_mask"}
         if unknown := sorted(set(options) - known):
             raise ConfigurationError(
@@ -109,8 +109,7 @@ class _RemembersConversations:
             values["token_type_ids"] = [[0] * len(row) for row in rows]
         # It would advise to tokenize text instead.
         self.deprecation_warnings = {**self.deprecation_warnings, "Asking-to-pad-a-fast-tokenizer": True}
-        encoded: BatchEncoding = self.pad(values, verbose=False, **shape, **options)
-        return encoded
+        return self.pad(values, verbose=False, **shape, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class may have been made for the primary's, so it is made again where it is needed.

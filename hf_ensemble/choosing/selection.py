@@ -126,7 +126,11 @@ def select_members(
         Yao et al., "Determine-Then-Ensemble: Necessity of Top-k Union for Large Language Model Ensembling"
         (https://arxiv.org/abs/2410.03777), section 4.1.
     """
-    _check_limits(max_members, max_gap, max_length_ratio)
+    if max_members is not None:
+        check_positive_integer("max_members", max_members)
+    for name, value, least in (("max_gap", max_gap, 0), ("max_length_ratio", max_length_ratio, 1)):
+        if not (is_number(value) and value >= least):
+            raise ConfigurationError(f"`{name}` has to be a number of at least {least}, but is {value!r}.")
     names = _names_of(candidates)
     if (examples is None) == (scores is None):
         raise ConfigurationError("give either `scores`, or `examples` and a `metric` to measure them with.")
@@ -232,14 +236,6 @@ def _measure(
                 "by the greatest that it can give."
             )
     return [100 * value for value in values], responses
-
-
-def _check_limits(max_members: int | None, max_gap: float, max_length_ratio: float) -> None:
-    if max_members is not None:
-        check_positive_integer("max_members", max_members)
-    for name, value, least in (("max_gap", max_gap, 0), ("max_length_ratio", max_length_ratio, 1)):
-        if not (is_number(value) and value >= least):
-            raise ConfigurationError(f"`{name}` has to be a number of at least {least}, but is {value!r}.")
 
 
 def _figures(name: str, values: Sequence[float], count: int) -> list[float]:

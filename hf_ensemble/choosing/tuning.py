@@ -114,8 +114,7 @@ def tune_method(
     dev_set = DevSet(examples, metric)
     prompts = dev_set.prompts
     base = ensemble.config.method if method is None else method_config(method)
-    base_weights = ensemble.config.weights if weights is None else weights
-    points = _points(grid, base, base_weights, len(ensemble.members))
+    points = _points(grid, base, ensemble.config.weights if weights is None else weights, len(ensemble.members))
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **generate_options}
     state, finished = None, {}
     if state_file is not None:
@@ -162,11 +161,11 @@ def _points(
     """All combinations, each checked."""
     if not grid:
         raise ConfigurationError("`grid` must name at least one option and its values, but is empty.")
-    known = [option.name for option in dataclasses.fields(base)]
+    known = [*(option.name for option in dataclasses.fields(base)), "weights"]
     for name, values in grid.items():
-        if name not in [*known, "weights"]:
+        if name not in known:
             raise ConfigurationError(
-                f"method {base.name!r} has no option {name!r} to search. Options: {', '.join([*known, 'weights'])}."
+                f"method {base.name!r} has no option {name!r} to search. Options: {', '.join(known)}."
             )
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise ConfigurationError(f"`grid[{name!r}]` has to be a list of at least one value, but is {values!r}.")

@@ -121,8 +121,7 @@ class Evaluation:
         ending = check_ending(path, TABLE_ENDINGS)
         if ending == ".csv":
             buffer = io.StringIO()
-            columns = _record(Result("", False, "", "", 0, 0, NO_ESTIMATE, None, 0, 0.0))
-            writer = csv.DictWriter(buffer, fieldnames=columns)
+            writer = csv.DictWriter(buffer, _record(Result("", False, "", "", 0, 0, NO_ESTIMATE, None, 0, 0.0)))
             writer.writeheader()
             writer.writerows(self.to_records())
             text = buffer.getvalue()

@@ -137,7 +137,13 @@ def evaluate(
         MemberError: If a member fails.
     """
     sets = [sets] if isinstance(sets, EvaluationSet) else list(sets)
-    _check(sets, measures, time_limit)
+    names = [evaluation_set.name for evaluation_set in sets]
+    if not sets or len(set(names)) < len(names):
+        raise ConfigurationError(f"`sets` have to be at least one, with different names, but are {names}.")
+    if not measures or not set(measures) <= set(MEASURES):
+        raise ConfigurationError(f"`measures` have to be of {', '.join(MEASURES)}, but are {list(measures)}.")
+    if time_limit is not None and not time_limit > 0:
+        raise ConfigurationError(f"`time_limit` has to be a positive number of seconds, but is {time_limit!r}.")
     check_positive_integer("max_new_tokens", max_new_tokens)
     check_positive_integer("batch_size", batch_size)
     runners = _runners(ensemble, configurations, members)
@@ -174,16 +180,6 @@ def evaluate(
             outcomes.append(Outcomes(job.name, job.member is not None, job.evaluation_set, job.work, ran))
     unmeasured = [evaluation_set.name for evaluation_set in sets if not works_for(evaluation_set.kind, measures)]
     return Evaluation.from_outcomes(outcomes, measures, unmeasured)
-
-
-def _check(sets: Sequence[EvaluationSet], measures: Collection[str], time_limit: float | None) -> None:
-    names = [evaluation_set.name for evaluation_set in sets]
-    if not sets or len(set(names)) < len(names):
-        raise ConfigurationError(f"`sets` have to be at least one, with different names, but are {names}.")
-    if not measures or not set(measures) <= set(MEASURES):
-        raise ConfigurationError(f"`measures` have to be of {', '.join(MEASURES)}, but are {list(measures)}.")
-    if time_limit is not None and not time_limit > 0:
-        raise ConfigurationError(f"`time_limit` has to be a positive number of seconds, but is {time_limit!r}.")
 
 
 class _Kept:
