@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -16,6 +16,19 @@ from .vocabulary.token_bytes import TEXT
 from .vocabulary.union import UnionVocabulary
 
 _NUM_COMMON_WORDS = 1000
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _shown(title: str, write: Callable[[Any], str]) -> Any:
+    """A figure, with its title in the table and how it is written there."""
+    return field(metadata={"title": title, "write": write})
 
 
 @dataclass(frozen=True)
@@ -36,15 +49,15 @@ class MemberFigures:
     """
 
     name: str
-    num_entries: int
-    shared_with_primary: int
-    words_cut_alike: float | None
-    tokens_per_word: float | None
-    context_length: int | None
-    eos_tokens: tuple[str, ...]
-    chat_template: str
-    mean_length: float | None
-    length_ratio: float | None
+    num_entries: int = _shown("entries", "{:,}".format)
+    shared_with_primary: int = _shown("shared with the primary", "{:,}".format)
+    words_cut_alike: float | None = _shown("words cut like the primary", _percent)
+    tokens_per_word: float | None = _shown("tokens per word", _decimal)
+    context_length: int | None = _shown("context length", lambda length: f"{length or 'not said'}")
+    eos_tokens: tuple[str, ...] = _shown("EOS", lambda tokens: " ".join(map(repr, tokens)) or "none")
+    chat_template: str = _shown("chat template", str)
+    mean_length: float | None = _shown("mean response length", _decimal)
+    length_ratio: float | None = _shown("length, of the primary's", _decimal)
 
 
 @dataclass(frozen=True)
@@ -71,19 +84,11 @@ class CompatibilityReport:
 
     def __str__(self) -> str:
         """The table, one column a member."""
-        rows = [
-            ["", *(member.name for member in self.members)],
-            ["entries", *(f"{member.num_entries:,}" for member in self.members)],
-            ["shared with the primary", *(f"{member.shared_with_primary:,}" for member in self.members)],
-            ["words cut like the primary", *(_percent(member.words_cut_alike) for member in self.members)],
-            ["tokens per word", *(_decimal(member.tokens_per_word) for member in self.members)],
-            ["context length", *(f"{member.context_length or 'not said'}" for member in self.members)],
-            ["EOS", *(" ".join(map(repr, member.eos_tokens)) or "none" for member in self.members)],
-            ["chat template", *(member.chat_template for member in self.members)],
-        ]
-        if self.members[0].mean_length is not None:
-            rows.append(["mean response length", *(_decimal(member.mean_length) for member in self.members)])
-            rows.append(["length, of the primary's", *(_decimal(member.length_ratio) for member in self.members)])
+        rows = [["", *(member.name for member in self.members)]]
+        for figure in dataclasses.fields(MemberFigures)[1:]:
+            if figure.name not in ("mean_length", "length_ratio") or self.members[0].mean_length is not None:
+                values = (getattr(member, figure.name) for member in self.members)
+                rows.append([figure.metadata["title"], *map(figure.metadata["write"], values)])
         shared = f"all members: {self.num_shared:,} shared entries, union of {self.union_size:,}, "
         return f"{aligned(rows)}\n{shared}{_percent(self.words_cut_alike)} of {self.num_words:,} words cut alike"
 
@@ -197,11 +202,3 @@ def _cut(encoder: ByteEncoder, words: Iterable[str]) -> list[tuple[bytes, ...]]:
         tuple(encoder.token_bytes.entry(i) for i in ids or encoder.encode_context_bytes(data))
         for data, ids in zip(spaced, encoder.encode_batch(spaced), strict=True)
     ]
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _decimal(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
