@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 from torch import Tensor
 from transformers.utils import logging
@@ -15,35 +16,63 @@ Metric = Callable[[str, Any], float]
 """From a response and the example's reference to a number, the higher the better."""
 
 
-class Example(NamedTuple):
-    """One prompt, and what its response is compared with."""
+class DevSet:
+    """A development set, and the metric by which responses to it are scored.
 
-    prompt: str
-    reference: Any
+    Args:
+        examples: Dictionaries with `prompt` and `reference`, or pairs of them.
+        metric: From a response and a reference to a number, or the name of such a function.
 
-
-def read_examples(examples: Iterable[Any]) -> list[Example]:
-    """Check a development set: dictionaries with `prompt` and `reference`, or pairs of them.
+    Attributes:
+        prompts: The prompts of the examples.
 
     Raises:
-        ConfigurationError: If there is no example, or one has another form or no prompt.
+        ConfigurationError: If there is no example, one has another form or no prompt, or there is no such metric.
     """
-    read = []
-    for n, example in enumerate(examples):
-        try:
-            if isinstance(example, Mapping):
-                prompt, reference = example["prompt"], example["reference"]
-            else:
-                prompt, reference = example
-        except (KeyError, TypeError, ValueError) as error:
+
+    def __init__(self, examples: Iterable[Any], metric: str | Metric):
+        self.prompts: list[str] = []
+        self._references: list[Any] = []
+        for n, example in enumerate(examples):
+            try:
+                parts = itemgetter("prompt", "reference")(example) if isinstance(example, Mapping) else example
+                prompt, reference = parts
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigurationError(
+                    f"example {n} of the development set has to be a dictionary with 'prompt' and 'reference' or a pair "
+                    f"of them, but is {example!r:.200}."
+                ) from error
+            self.prompts.append(read_prompt(prompt, n))
+            self._references.append(reference)
+        if not self.prompts:
+            raise ConfigurationError("the development set is empty: give at least one example.")
+        if not callable(metric) and metric not in METRICS:
             raise ConfigurationError(
-                f"example {n} of the development set has to be a dictionary with 'prompt' and 'reference' or a pair of "
-                f"them, but is {example!r:.200}."
-            ) from error
-        read.append(Example(read_prompt(prompt, n), reference))
-    if not read:
-        raise ConfigurationError("the development set is empty: give at least one example.")
-    return read
+                f"`metric` has to be a function of a response and a reference, or one of {', '.join(METRICS)}, but is "
+                f"{metric!r}."
+            )
+        self._metric = metric if callable(metric) else METRICS[metric]
+
+    def score(self, responses: Sequence[str]) -> float:
+        """Mean of the metric over responses, one an example.
+
+        Raises:
+            ConfigurationError: If the metric gives something else than a finite number.
+        """
+        values = []
+        for n, (response, reference) in enumerate(zip(responses, self._references, strict=True)):
+            value = self._metric(response, reference)
+            try:
+                number = math.nan if isinstance(value, str) else float(value)
+            except (TypeError, ValueError):
+                number = math.nan
+            if not math.isfinite(number):
+                raise ConfigurationError(
+                    f"the metric has to give a finite number, but gave {value!r:.200} for example {n} (response "
+                    f"{response!r:.200})."
+                )
+            values.append(number)
+        return math.fsum(values) / len(values)
 
 
 def read_prompt(prompt: Any, place: int) -> str:
@@ -59,22 +88,6 @@ def read_prompt(prompt: Any, place: int) -> str:
     if not isinstance(prompt, str) or not prompt:
         raise ConfigurationError(f"prompt {place} has to be a text that is not empty, but is {prompt!r:.200}.")
     return prompt
-
-
-def read_metric(metric: str | Metric) -> Metric:
-    """Turn the name of a metric into its function.
-
-    Raises:
-        ConfigurationError: If there is no such metric.
-    """
-    if callable(metric):
-        return metric
-    if metric not in METRICS:
-        raise ConfigurationError(
-            f"`metric` has to be a function of a response and a reference, or one of {', '.join(METRICS)}, but is "
-            f"{metric!r}."
-        )
-    return METRICS[metric]
 
 
 def exact_match(response: str, reference: str | Sequence[str]) -> float:
@@ -124,44 +137,19 @@ def are_texts(values: Any) -> bool:
     return isinstance(values, (list, tuple)) and all(isinstance(value, str) for value in values)
 
 
-def score_responses(responses: Sequence[str], examples: Sequence[Example], metric: Metric) -> float:
-    """Mean of a metric over a development set.
-
-    Args:
-        responses: One response an example.
-        examples: The examples.
-        metric: From a response and a reference to a number.
-
-    Raises:
-        ConfigurationError: If the metric gives something else than a finite number.
-    """
-    values = []
-    for n, (response, example) in enumerate(zip(responses, examples, strict=True)):
-        value = metric(response, example.reference)
-        try:
-            number = math.nan if isinstance(value, str) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ConfigurationError(
-                f"the metric has to give a finite number, but gave {value!r:.200} for example {n} (response "
-                f"{response!r:.200})."
-            )
-        values.append(number)
-    return math.fsum(values) / len(values)
-
-
-def mean_lengths_of(responses: Sequence[Sequence[str]], count: int, each: str) -> list[float]:
+def mean_lengths_of(responses: Sequence[Sequence[str]] | None, count: int, each: str) -> Sequence[float | None]:
     """Mean number of characters of responses, white space at their ends aside.
 
     Args:
-        responses: For each of several writers its responses.
+        responses: For each of several writers its responses; None if lengths are not compared.
         count: Number of writers.
         each: What a writer is called in errors.
 
     Raises:
         ConfigurationError: If there is not one list of texts a writer, or one is empty.
     """
+    if responses is None:
+        return [None] * count
     if not all(are_texts(texts) for texts in responses):
         raise ConfigurationError(f"`responses` must have a list of texts for each {each}.")
     if len(responses) != count or not all(map(len, responses)):
@@ -194,10 +182,9 @@ def run_batches(
     check_positive_integer("batch_size", batch_size)
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
     tokenizer, device = ensemble.tokenizer, ensemble.member_views[0].device
-    pad = tokenizer.pad_token_id or 0
     for start in range(0, len(prompts), batch_size):
         rows = tokenizer(list(prompts[start : start + batch_size]))["input_ids"]
-        ids, mask = padded_left(rows, pad)
+        ids, mask = padded_left(rows, tokenizer.pad_token_id or 0)
         output = ensemble.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **options)
         if not isinstance(output, Tensor) or len(output) != len(rows):
             raise ConfigurationError(
@@ -205,6 +192,22 @@ def run_batches(
                 "`return_dict_in_generate`."
             )
         yield tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
+
+
+def answer_all(ensemble: Any, prompts: Sequence[str], bar: Any, **options: Any) -> list[str]:
+    """Let an ensemble answer prompts as in `run_batches`, and move a progress bar on.
+
+    Args:
+        ensemble: An `EnsembleForCausalLM`.
+        prompts: The prompts.
+        bar: The bar, which counts prompts.
+        **options: Other options of `run_batches`.
+    """
+    responses: list[str] = []
+    for batch in run_batches(ensemble, prompts, **options):
+        responses += batch
+        bar.update(len(batch))
+    return responses
 
 
 def run_members(ensemble: Any, prompts: Sequence[str], **options: Any) -> list[list[str]]:
@@ -225,14 +228,8 @@ def run_members(ensemble: Any, prompts: Sequence[str], **options: Any) -> list[l
         raise ConfigurationError("`max_new_tokens` must be given to run the members.")
     refuse_ids_of_one(options)
     count = len(ensemble.members)
-    responses: list[list[str]] = []
     with logging.tqdm(total=count * len(prompts), desc="running members", unit="prompt") as bar:
-        for index in range(count):
-            responses.append([])
-            for batch in run_batches(ensemble.alone(index), prompts, **options):
-                responses[-1] += batch
-                bar.update(len(batch))
-    return responses
+        return [answer_all(ensemble.alone(index), prompts, bar, **options) for index in range(count)]
 
 
 def refuse_ids_of_one(options: Mapping[str, Any]) -> None:

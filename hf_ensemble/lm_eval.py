@@ -9,9 +9,9 @@ import ast
 import dataclasses
 import json
 import logging
+import re
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -29,7 +29,7 @@ from .scoring.pairs import encode_text
 try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text, resolve_max_length
+    from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text, resolve_max_length
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise ImportError(
@@ -105,9 +105,8 @@ class EnsembleLM(TemplateLM):
             if not torch.cuda.is_available() and device in (None, "cuda:0"):
                 logger.warning("There is no GPU: members run on the CPU.")
                 device = "cpu"
-            device = device or "cuda"
             ensemble = EnsembleForCausalLM.from_pretrained(
-                source, method=config, weights=shares, dtype=dtype, **{"device_map": device, **options}
+                source, method=config, weights=shares, dtype=dtype, **{"device_map": device or "cuda", **options}
             )
             config, shares = None, None
         elif options:
@@ -135,8 +134,7 @@ class EnsembleLM(TemplateLM):
             ConfigurationError: If the text has another form, or an argument does not fit.
         """
         arguments = {name: _value_of(value) for name, value in _split_arguments(arg_string)}
-        more = {name: value for name, value in (additional_config or {}).items() if value is not None}
-        return cls(**arguments, **more)
+        return cls.create_from_arg_obj(arguments, additional_config)  # type: ignore[no-any-return]
 
     # What the harness asks about the model
 
@@ -245,29 +243,19 @@ class EnsembleLM(TemplateLM):
             if len(context) > num_kept:
                 logger.warning("a prompt of %d ids is cut to its last %d.", len(context), num_kept)
             cut.append((context[-num_kept:], continuation))
-        order = sorted(range(len(cut)), key=lambda n: (-len(cut[n][0]), cut[n][0], -len(cut[n][1])))
-        found: dict[int, tuple[float, bool]] = {}
-        progress = tqdm(total=len(cut), disable=disable_tqdm, desc="Running loglikelihood requests")
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            contexts, continuations = zip(*(cut[n] for n in batch), strict=True)
-            scores = self.ensemble.score(contexts, continuations, batch_size=self.batch_size, **self._call)
-            found.update(
-                zip(batch, zip(scores.log_probs.tolist(), scores.is_greedy.tolist(), strict=True), strict=True)
-            )
-            progress.update(len(batch))
-        progress.close()
-        num_impossible = sum(log_prob == -float("inf") for log_prob, _ in found.values())
-        if num_impossible:
+        order = Collator(cut, sort_fn=lambda row: (-len(row[0]), row[0], -len(row[1])))
+        found: list[tuple[float, bool]] = self._run(order, self._score_batch, disable_tqdm, "loglikelihood")
+        if num_impossible := sum(log_prob == -float("inf") for log_prob, _ in found):
             method = self.get_model_info()["method"]["name"]
             logger.warning(
-                "%d of %d continuations have probability 0, since they hold a token that method %r gives none: it mixes "
-                "only the members' best. Use another for likelihoods, or a larger `top_k`.",
-                num_impossible,
-                len(found),
-                method,
+                f"{num_impossible} of {len(found)} continuations have probability 0, since they hold a token that method "
+                f"{method!r} gives none: it mixes only the members' best. Use another for likelihoods, or a larger `top_k`."
             )
-        return [found[n] for n in range(len(cut))]
+        return found
+
+    def _score_batch(self, rows: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
+        scores = self.ensemble.score(*zip(*rows, strict=True), batch_size=self.batch_size, **self._call)
+        return list(zip(scores.log_probs.tolist(), scores.is_greedy.tolist(), strict=True))
 
     # Texts
 
@@ -284,27 +272,17 @@ class EnsembleLM(TemplateLM):
         Raises:
             ConfigurationError: If the new ids leave no room for a prompt.
         """
-        groups: dict[str, list[int]] = defaultdict(list)
-        for n, request in enumerate(requests):
-            groups[json.dumps(request.args[1], sort_keys=True, default=str)].append(n)
-        prompts = [self.tok_encode(request.args[0]) for request in requests]
-        texts: dict[int, str] = {}
-        progress = tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests")
-        for numbers in groups.values():
-            options = requests[numbers[0]].args[1]
-            order = sorted(numbers, key=lambda n: -len(prompts[n]))
-            for start in range(0, len(order), self.batch_size):
-                batch = order[start : start + self.batch_size]
-                written = self._continue([prompts[n] for n in batch], options)
-                for n, text in zip(batch, written, strict=True):
-                    texts[n] = text
-                    self.cache_hook.add_partial("generate_until", requests[n].args, text)
-                progress.update(len(batch))
-        progress.close()
-        return [texts[n] for n in range(len(requests))]
+        order = Collator(
+            [(request.args, self.tok_encode(request.args[0])) for request in requests],
+            sort_fn=lambda row: -len(row[1]),
+            group_by="gen_kwargs",
+            group_fn=lambda row: {"options": json.dumps(row[0][1], sort_keys=True, default=str)},
+        )
+        return self._run(order, self._continue, disable_tqdm, "generate_until")
 
-    def _continue(self, prompts: Sequence[Ids], options: dict[str, Any]) -> list[str]:
-        settings: dict[str, Any] = dict(normalize_gen_kwargs(options, self.max_gen_toks))
+    def _continue(self, rows: Sequence[tuple[tuple[str, dict[str, Any]], Ids]]) -> list[str]:
+        """Continue texts of the same options; a row is what was asked, and the text's ids."""
+        settings: dict[str, Any] = dict(normalize_gen_kwargs(rows[0][0][1], self.max_gen_toks))
         num_new = settings.pop("max_gen_toks")
         stops = [stop for stop in settings.pop("until") if stop]
         if not settings["do_sample"]:
@@ -314,7 +292,7 @@ class EnsembleLM(TemplateLM):
             raise ConfigurationError(
                 f"{num_new} new ids leave no room for a prompt, since `max_length` is {self.max_length}. Ask for fewer."
             )
-        ids, mask = padded_left([prompt[-room:] or [self.prefix_token_id] for prompt in prompts])
+        ids, mask = padded_left([prompt[-room:] or [self.prefix_token_id] for _, prompt in rows])
         pad = self.tokenizer.pad_token_id
         output: Tensor = self.ensemble.generate(
             input_ids=ids.to(self.device),
@@ -327,7 +305,19 @@ class EnsembleLM(TemplateLM):
         )
         stops = [*stops, self.tokenizer.decode([self.eot_token_id])] if self.eot_token_id is not None else stops
         texts = self.tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
-        return [postprocess_generated_text(text, stops, None) for text in texts]
+        texts = [postprocess_generated_text(text, stops, None) for text in texts]
+        for (asked, _), text in zip(rows, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", asked, text)
+        return texts
+
+    def _run(self, order: Any, run: Callable[[Any], list[Any]], disable_tqdm: bool, kind: str) -> list[Any]:
+        """What `run` makes of rows, batch by batch as a `Collator` orders them, in their own order."""
+        found: list[Any] = []
+        with tqdm(total=len(order), disable=disable_tqdm, desc=f"Running {kind} requests") as progress:
+            for batch in order.get_batched(n=self.batch_size):
+                found += run(batch)
+                progress.update(len(batch))
+        return order.get_original(found)  # type: ignore[no-any-return]
 
 
 class _StopTexts(StoppingCriteria):
@@ -352,26 +342,18 @@ class _StopTexts(StoppingCriteria):
 
 def _split_arguments(text: str) -> list[tuple[str, str]]:
     """Names and values of `a=1,b=2,3`: what has no `=` belongs to the value before it."""
-    parts: list[list[str]] = []
-    for item in filter(None, text.split(",")):
-        name, is_named, value = item.partition("=")
-        if is_named:
-            parts.append([name.strip(), value])
-        elif parts:
-            parts[-1][1] += f",{item}"
-        else:
-            raise ConfigurationError(f"model arguments are written `name=value,…`, but begin with {item!r}.")
-    return [(name, value) for name, value in parts]
+    parts = [part for part in re.split(r",(?=[^,=]*=)", re.sub(",+", ",", text).strip(",")) if part]
+    if parts and "=" not in parts[0]:
+        first = parts[0].partition(",")[0]
+        raise ConfigurationError(f"model arguments are written `name=value,…`, but begin with {first!r}.")
+    return [(name.strip(), value) for name, _, value in (part.partition("=") for part in parts)]
 
 
 def _value_of(text: str) -> Any:
     if "," in text and text[0] not in "[({'\"":
         return text
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text.title() if text.lower() in ("true", "false", "none") else text)
     except (ValueError, SyntaxError):
         return text
 

@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, TypeAlias
+from typing import Any
 
 from .dev_set import mean_lengths_of, read_prompt, run_members
 from .errors import ConfigurationError
@@ -16,6 +16,19 @@ from .vocabulary.token_bytes import TEXT
 from .vocabulary.union import UnionVocabulary
 
 _NUM_COMMON_WORDS = 1000
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _shown(title: str, write: Callable[[Any], str]) -> Any:
+    """A figure, with its title in the table and how it is written there."""
+    return field(metadata={"title": title, "write": write})
 
 
 @dataclass(frozen=True)
@@ -36,15 +49,15 @@ class MemberFigures:
     """
 
     name: str
-    num_entries: int
-    shared_with_primary: int
-    words_cut_alike: float | None
-    tokens_per_word: float | None
-    context_length: int | None
-    eos_tokens: tuple[str, ...]
-    chat_template: str
-    mean_length: float | None
-    length_ratio: float | None
+    num_entries: int = _shown("entries", "{:,}".format)
+    shared_with_primary: int = _shown("shared with the primary", "{:,}".format)
+    words_cut_alike: float | None = _shown("words cut like the primary", _percent)
+    tokens_per_word: float | None = _shown("tokens per word", _decimal)
+    context_length: int | None = _shown("context length", lambda length: f"{length or 'not said'}")
+    eos_tokens: tuple[str, ...] = _shown("EOS", lambda tokens: " ".join(map(repr, tokens)) or "none")
+    chat_template: str = _shown("chat template", str)
+    mean_length: float | None = _shown("mean response length", _decimal)
+    length_ratio: float | None = _shown("length, of the primary's", _decimal)
 
 
 @dataclass(frozen=True)
@@ -71,19 +84,11 @@ class CompatibilityReport:
 
     def __str__(self) -> str:
         """The table, one column a member."""
-        rows = [
-            ["", *(member.name for member in self.members)],
-            ["entries", *(f"{member.num_entries:,}" for member in self.members)],
-            ["shared with the primary", *(f"{member.shared_with_primary:,}" for member in self.members)],
-            ["words cut like the primary", *(_percent(member.words_cut_alike) for member in self.members)],
-            ["tokens per word", *(_decimal(member.tokens_per_word) for member in self.members)],
-            ["context length", *(f"{member.context_length or 'not said'}" for member in self.members)],
-            ["EOS", *(" ".join(map(repr, member.eos_tokens)) or "none" for member in self.members)],
-            ["chat template", *(member.chat_template for member in self.members)],
-        ]
-        if self.members[0].mean_length is not None:
-            rows.append(["mean response length", *(_decimal(member.mean_length) for member in self.members)])
-            rows.append(["length, of the primary's", *(_decimal(member.length_ratio) for member in self.members)])
+        rows = [["", *(member.name for member in self.members)]]
+        for figure in dataclasses.fields(MemberFigures)[1:]:
+            if figure.name not in ("mean_length", "length_ratio") or self.members[0].mean_length is not None:
+                values = (getattr(member, figure.name) for member in self.members)
+                rows.append([figure.metadata["title"], *map(figure.metadata["write"], values)])
         shared = f"all members: {self.num_shared:,} shared entries, union of {self.union_size:,}, "
         return f"{aligned(rows)}\n{shared}{_percent(self.words_cut_alike)} of {self.num_words:,} words cut alike"
 
@@ -123,14 +128,13 @@ def compare_members(
         responses = run_members(ensemble, prompts, **options)
     elif max_new_tokens is not None or options:
         raise ConfigurationError("options of `generate` have no use without `prompts`.")
-    lengths: Sequence[float | None] = [None] * len(members)
-    if responses is not None:
-        lengths = mean_lengths_of(responses, len(members), "member")
+    lengths = mean_lengths_of(responses, len(members), "member")
     common = (islice(_words_of(member.encoder), _NUM_COMMON_WORDS) for member in members)
     words = Counter(dict.fromkeys(chain.from_iterable(common), 1) if text is None else text.split())
     if text is not None and not words:
         raise ConfigurationError("`text` has no words.")
-    cuts = [_cut(member.encoder, list(words)) for member in members]
+    cuts = [_cut(member.encoder, words) for member in members]
+    counts = list(words.values())
     in_primary = union.union_to_member[0] >= 0
     num_shared = [int((in_primary & (own >= 0)).sum()) for own in union.union_to_member]
     # Among the primary's own are its control tokens, which are no entries.
@@ -140,8 +144,8 @@ def compare_members(
             name=member.name,
             num_entries=len(member.encoder.id_of),
             shared_with_primary=num_shared[m],
-            words_cut_alike=_share_alike(words, [cuts[0], cuts[m]]),
-            tokens_per_word=_mean_number(words, cuts[m]),
+            words_cut_alike=_share_alike(counts, cuts[0], cuts[m]),
+            tokens_per_word=_mean_number(counts, cuts[m]),
             context_length=getattr(member.model.config.get_text_config(decoder=True), "max_position_embeddings", None),
             eos_tokens=tuple(map(str, member.tokenizer.convert_ids_to_tokens(member.eos_token_ids))),
             chat_template=_whose_template([other.tokenizer.chat_template for other in members], m),
@@ -154,24 +158,20 @@ def compare_members(
         members=tuple(figures),
         union_size=len(union),
         num_shared=union.num_shared if len(members) > 1 else num_shared[0],
-        num_words=words.total(),
-        words_cut_alike=_share_alike(words, cuts),
+        num_words=sum(counts),
+        words_cut_alike=_share_alike(counts, *cuts),
     )
 
 
-_Cut: TypeAlias = dict[str, tuple[bytes, ...]]
-"""For each word its pieces."""
-
-
-def _share_alike(words: Counter[str], cuts: Sequence[_Cut]) -> float | None:
+def _share_alike(counts: Sequence[int], *cuts: Sequence[tuple[bytes, ...]]) -> float | None:
     """Share of the words, each as often as it occurs, that are in the same pieces in all of these."""
-    alike = sum(count for word, count in words.items() if all(own[word] == cuts[0][word] for own in cuts))
-    return _quotient(alike, words.total())
+    alike = sum(count for count, *pieces in zip(counts, *cuts, strict=True) if len(set(pieces)) == 1)
+    return _quotient(alike, sum(counts))
 
 
-def _mean_number(words: Counter[str], cut: _Cut) -> float | None:
+def _mean_number(counts: Sequence[int], cut: Sequence[tuple[bytes, ...]]) -> float | None:
     """Mean number of pieces of a word, each as often as it occurs."""
-    return _quotient(sum(count * len(cut[word]) for word, count in words.items()), words.total())
+    return _quotient(sum(count * len(pieces) for count, pieces in zip(counts, cut, strict=True)), sum(counts))
 
 
 def _quotient(value: float | None, other: float | None) -> float | None:
@@ -195,18 +195,10 @@ def _words_of(encoder: ByteEncoder) -> Iterator[str]:
             yield text[1:]
 
 
-def _cut(encoder: ByteEncoder, words: Sequence[str]) -> _Cut:
+def _cut(encoder: ByteEncoder, words: Iterable[str]) -> list[tuple[bytes, ...]]:
     """The pieces into which each word is cut, after a space and inside a text."""
     spaced = [b" " + word.encode("utf-8", "replace") for word in words]
-    return {
-        word: tuple(encoder.token_bytes.entry(i) for i in ids or encoder.encode_context_bytes(data))
-        for word, data, ids in zip(words, spaced, encoder.encode_batch(spaced), strict=True)
-    }
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _decimal(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return [
+        tuple(encoder.token_bytes.entry(i) for i in ids or encoder.encode_context_bytes(data))
+        for data, ids in zip(spaced, encoder.encode_batch(spaced), strict=True)
+    ]

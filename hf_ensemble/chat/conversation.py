@@ -17,33 +17,24 @@ class Conversation:
 
     Attributes:
         messages: The turns: dictionaries with `role` and `content`, a text or text parts, and whatever else.
-        tools: JSON schemas of the tools, None for none.
-        documents: Documents for retrieval templates, None for none.
-        variables: Other variables of the templates.
-        add_generation_prompt: Whether the beginning of an assistant's turn follows.
-        continue_final_message: Whether the last turn stays open; or the name of its field that does.
+        options: What else `apply_chat_template` takes: JSON schemas of `tools`, `documents`, how the end is rendered, and
+            other variables of the templates.
     """
 
     messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
-    documents: list[Any] | None = None
-    variables: dict[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = False
-    continue_final_message: bool | str = False
+    options: dict[str, Any] = field(default_factory=dict)
 
     def with_strings(self, change: Callable[[str], str]) -> "Conversation":
         """The same with every text in it changed; names of fields and of special tokens are none."""
-        variables = {
-            key: value if key.endswith("_token") else _map_strings(value, change)
-            for key, value in self.variables.items()
+
+        def changed(value: Any) -> Any:
+            return _map(value, lambda leaf: change(leaf) if isinstance(leaf, str) else leaf)
+
+        options = {
+            key: value if key.endswith("_token") or key == "continue_final_message" else changed(value)
+            for key, value in self.options.items()
         }
-        return dataclasses.replace(
-            self,
-            messages=_map_strings(self.messages, change),
-            tools=_map_strings(self.tools, change),
-            documents=_map_strings(self.documents, change),
-            variables=variables,
-        )
+        return Conversation(changed(self.messages), options)
 
     def with_system_prompt(self, text: str | None) -> "Conversation":
         """The same with this system turn in place of its own; without one if it is empty. None: its own."""
@@ -86,7 +77,7 @@ def read_conversations(conversation: Any, tools: Any, **options: Any) -> tuple[l
     Args:
         conversation: Turns, or a list of such conversations; each may also be an object with `messages`.
         tools: JSON schemas, or functions with type hints and a docstring.
-        **options: The other fields of `Conversation`.
+        **options: What else `apply_chat_template` takes.
 
     Returns:
         The conversations, and whether it was a batch.
@@ -104,18 +95,17 @@ def read_conversations(conversation: Any, tools: Any, **options: Any) -> tuple[l
         raise ConfigurationError(f"a conversation has to be a list of turns, but is {conversation!r:.200}.")
     is_batch = isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
     if tools is not None:
-        if not isinstance(tools, (list, tuple)) or not all(
-            isinstance(tool, Mapping) or callable(tool) for tool in tools
-        ):
+        is_list = isinstance(tools, (list, tuple))
+        if not is_list or not all(isinstance(tool, Mapping) or callable(tool) for tool in tools):
             raise TypeError(f"`tools` has to be a list of JSON schemas or functions, but is {tools!r:.200}.")
-        tools = [_plain(tool) if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
-    options = {name: _plain(value) for name, value in options.items()}
+        tools = [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools]
+    options = _plain({"tools": tools, **options})
     found = []
     for turns in conversation if is_batch else [conversation]:
         turns = getattr(turns, "messages", turns)
         if not turns:
             raise ConfigurationError("a conversation of the batch is empty: give at least one turn.")
-        found.append(Conversation([_read_message(message) for message in turns], tools, **options))
+        found.append(Conversation([_read_message(message) for message in turns], options))
     return found, is_batch
 
 
@@ -144,16 +134,13 @@ def _read_message(message: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """The same as dictionaries, lists and copies of what is in them."""
+    return _map(value, copy.deepcopy)
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _map(item, change) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [_plain(item) for item in value]
-    return copy.deepcopy(value)
-
-
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map_strings(item, change) for key, item in value.items()}
-    return [_map_strings(item, change) for item in value] if isinstance(value, list) else value
+        return [_map(item, change) for item in value]
+    return change(value)

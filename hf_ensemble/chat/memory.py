@@ -16,9 +16,6 @@ from .conversation import Conversation
 MAX_IDS = 1 << 22
 """Ids that are kept, over all conversations; beyond that, those go that have not been used for longest."""
 
-_LEAST = 64
-"""Ids that a conversation counts as at least, so that short ones do not pile up without end."""
-
 _lock = threading.Lock()
 _conversations: OrderedDict[bytes, tuple[Conversation, int]] = OrderedDict()
 _num_ids = 0
@@ -33,12 +30,11 @@ def remember(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], conversatio
         conversation: The conversation.
     """
     global _num_ids
-    key, size = _key(tokenizer, ids), max(_LEAST, len(ids))
+    # Short ones count as 64 ids, so that they do not pile up without end.
+    key, size = _key(tokenizer, ids), max(64, len(ids))
     with _lock:
-        if key in _conversations:
-            _num_ids -= _conversations.pop(key)[1]
+        _num_ids += size - _conversations.pop(key, (None, 0))[1]
         _conversations[key] = conversation, size
-        _num_ids += size
         while _num_ids > MAX_IDS and len(_conversations) > 1:
             _num_ids -= _conversations.popitem(last=False)[1][1]
 

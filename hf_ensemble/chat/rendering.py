@@ -20,9 +20,6 @@ PLAIN_TEMPLATE = (
 )
 """What a member without a template reads: its BOS, the system turn as it is, then turns headed by their role."""
 
-_SIGNS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Noncharacters, kept for a process's own use: no text has them."""
-
 
 @dataclass(frozen=True, eq=False)
 class ChatRenderer:
@@ -74,10 +71,14 @@ class ChatRenderer:
 
     def _render(self, conversation: Conversation) -> str:
         """Render as given, else with parts joined, else with system turns folded: the first that the template takes."""
+        template, more = self.chat_template, {}
+        if template is None and self.tokenizer.chat_template is None:
+            template, more = PLAIN_TEMPLATE, {"text_start": self.encoder.start}
         errors = []
         for way in (conversation, conversation.with_joined_parts(), conversation.with_folded_system()):
+            options = {**way.options, **more, "chat_template": template, "tokenize": False}
             try:
-                text = self._render_as_is(way)
+                text = str(PreTrainedTokenizerBase.apply_chat_template(self.tokenizer, way.messages, **options))
             except (TemplateError, TypeError, ValueError) as error:
                 errors.append(error)
                 continue
@@ -88,24 +89,6 @@ class ChatRenderer:
             "or give the member another template with `MemberConfig(chat_template=...)`."
         ) from errors[0]
 
-    def _render_as_is(self, conversation: Conversation) -> str:
-        template = self.chat_template
-        variables = conversation.variables
-        if template is None and self.tokenizer.chat_template is None:
-            template, variables = PLAIN_TEMPLATE, {**variables, "text_start": self.encoder.start}
-        rendered: Any = PreTrainedTokenizerBase.apply_chat_template(
-            self.tokenizer,
-            conversation.messages,
-            tools=conversation.tools,
-            documents=conversation.documents,
-            chat_template=template,
-            add_generation_prompt=conversation.add_generation_prompt,
-            continue_final_message=conversation.continue_final_message,
-            tokenize=False,
-            **variables,
-        )
-        return str(rendered)
-
 
 def _shows_parts(text: str, content: Any) -> bool:
     """Whether a rendering has the texts of a turn's parts, and not the list as Python writes it."""
@@ -115,14 +98,11 @@ def _shows_parts(text: str, content: Any) -> bool:
 
 
 def _unused_sign(conversation: Conversation) -> str:
-    texts: list[str] = []
-
-    def note(text: str) -> str:
-        texts.append(text)
-        return text
-
-    conversation.with_strings(note)
-    sign = next((sign for sign in _SIGNS if not any(sign in text for text in texts)), None)
+    texts: dict[str, str] = {}
+    conversation.with_strings(lambda text: texts.setdefault(text, text))
+    # Noncharacters, kept for a process's own use: no text has them.
+    signs = map(chr, range(0xFDD0, 0xFDF0))
+    sign = next((sign for sign in signs if not any(sign in text for text in texts)), None)
     if sign is None:
         raise ConfigurationError("a conversation must not hold all noncharacters from U+FDD0 to U+FDEF.")
     return sign

@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Collection
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -18,7 +19,8 @@ from .rendering import ChatRenderer
 _SETTINGS = "ensemble_chat"
 """Key in `tokenizer_config.json` under which an ensemble's settings of its primary are saved."""
 
-_CACHE = "_ensemble_encoder"
+_encoders: WeakKeyDictionary[Any, tuple[Any, RenderedEncoder]] = WeakKeyDictionary()
+"""Of each tokenizer its number of tokens and control tokens, and the encoder that was made for these."""
 
 
 class _RemembersConversations:
@@ -52,33 +54,27 @@ class _RemembersConversations:
         """
         # Content is text here in any case.
         template_kwargs.pop("sanitize_control_tokens", None)
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "documents": documents,
-        }
+        options = template_kwargs | {"tools": tools, "documents": documents}
+        options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         shape = {"padding": padding, "max_length": max_length, "return_tensors": return_tensors}
         if return_assistant_tokens_mask:
             # For training; there is nothing to remember.
-            own = {"tools": tools, "chat_template": chat_template, "tokenize": tokenize, "truncation": truncation}
+            own = {"chat_template": chat_template, "tokenize": tokenize, "truncation": truncation}
             own |= {"return_dict": return_dict, "return_assistant_tokens_mask": True}
-            own |= {"tokenizer_kwargs": tokenizer_kwargs} | shape | options | template_kwargs
+            own |= {"tokenizer_kwargs": tokenizer_kwargs} | shape | options
             return super().apply_chat_template(conversation, **own)  # type: ignore[misc]
-        conversations, is_batch = read_conversations(conversation, tools, variables=template_kwargs, **options)
+        conversations, is_batch = read_conversations(conversation, **options)
         renderer = self._renderer(chat_template)
-        if not tokenize:
-            texts = [renderer.text(item) for item in conversations]
-            for item in conversations:
-                # What a text that spells no control token of its own is tokenized to.
-                remember(self, renderer.ids(item), item)
-            return texts if is_batch else texts[0]
+        texts = [] if tokenize else [renderer.text(item) for item in conversations]
         rows = []
         for item in conversations:
+            # A text that spells no control token of its own is tokenized to these, too.
             ids = renderer.ids(item)
-            shortened = self._truncated(ids, truncation, max_length)
-            if len(shortened) == len(ids):
+            rows.append(self._truncated(ids, truncation, max_length) if tokenize else ids)
+            if len(rows[-1]) == len(ids):
                 remember(self, ids, item)
-            rows.append(shortened)
+        if not tokenize:
+            return texts if is_batch else texts[0]
         encoded = self._encoding(rows, shape, tokenizer_kwargs or {})
         if not is_batch and return_tensors is None:
             encoded = BatchEncoding({key: values[0] for key, values in encoded.items()})
@@ -87,12 +83,12 @@ class _RemembersConversations:
     def _renderer(self: Any, chat_template: str | None) -> ChatRenderer:
         settings = self.init_kwargs.get(_SETTINGS) or {}
         version = (len(self), tuple(self.all_special_ids))
-        known = self.__dict__.get(_CACHE)
+        known = _encoders.get(self)
         if known is None or known[0] != version:
             added = self.backend_tokenizer.get_added_tokens_decoder()
             control = {i for i, token in added.items() if token.special} | set(self.all_special_ids)
             control |= set(settings.get("control_ids", []))
-            known = self.__dict__[_CACHE] = version, RenderedEncoder(self.backend_tokenizer, control)
+            known = _encoders[self] = version, RenderedEncoder(self.backend_tokenizer, control)
         name = settings.get("name") or "primary"
         return ChatRenderer(self, known[1], name, chat_template, settings.get("system_prompt"))
 
@@ -102,7 +98,7 @@ class _RemembersConversations:
             return ids
         return ids[-limit:] if self.truncation_side == "left" else ids[:limit]
 
-    def _encoding(self: Any, rows: list[list[int]], shape: dict[str, Any], options: dict[str, Any]) -> BatchEncoding:
+    def _encoding(self: Any, rows: list[list[int]], shape: dict[str, Any], options: dict[str, Any]) -> Any:
         known = {"pad_to_multiple_of", "padding_side", "return_attention_mask"}
         if unknown := sorted(set(options) - known):
             raise ConfigurationError(
@@ -113,16 +109,13 @@ class _RemembersConversations:
             values["token_type_ids"] = [[0] * len(row) for row in rows]
         # It would advise to tokenize text instead.
         self.deprecation_warnings = {**self.deprecation_warnings, "Asking-to-pad-a-fast-tokenizer": True}
-        encoded: BatchEncoding = self.pad(values, verbose=False, **shape, **options)
-        return encoded
+        return self.pad(values, verbose=False, **shape, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class may have been made for the primary's, so it is made again where it is needed.
         reduced: Any = super().__reduce_ex__(protocol)
-        _, _, state, *rest = reduced
-        state = {key: value for key, value in state.items() if key != _CACHE}
         base = next(c for c in type(self).__mro__ if not issubclass(c, _RemembersConversations))
-        return (_new, (base,), state, *rest)
+        return (_new, (base,), *reduced[2:])
 
 
 class EnsembleTokenizer(_RemembersConversations, PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -162,7 +155,6 @@ def ensemble_tokenizer(
     if not isinstance(twin, _RemembersConversations):
         base: Any = type(tokenizer)
         twin.__class__ = _class_for(base)
-    twin.__dict__.pop(_CACHE, None)
     twin.padding_side = "left"
     twin._tokenizer = without_dropout(twin.backend_tokenizer)
     added = twin.backend_tokenizer.get_added_tokens_decoder()

@@ -46,7 +46,7 @@ def weights_from_scores(scores: Sequence[float], chance: float = 0.0) -> list[fl
     if not all(map(math.isfinite, [*values, chance])):
         raise ConfigurationError(f"`scores` and `chance` must be finite, but are {values} and {chance}.")
     above = [max(0.0, value - chance) for value in values]
-    if not all(map(math.isfinite, above)) or not math.isfinite(sum(above)):
+    if not math.isfinite(sum(above)):
         raise ConfigurationError(f"`scores` and `chance` are too far apart for weights: {values} and {chance}.")
     total = math.fsum(above)
     if total == 0:
@@ -107,8 +107,7 @@ def packllm_weights(
         rows = [context.ids for context in prompts.contexts[index]] if index else prompts.ids
         losses.append(_losses_per_byte(member, rows))
     loss = torch.stack(losses, dim=-1)  # (num_prompts, M)
-    impossible = loss.isinf().all(-1).nonzero()[:, 0].tolist()
-    if impossible:
+    if impossible := loss.isinf().all(-1).nonzero()[:, 0].tolist():
         raise MemberError(
             f"no member gives prompt {impossible[0]} any probability, so that it can weigh none of them."
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import check_positive_integer, is_number
-from ..dev_set import Metric, mean_lengths_of, read_examples, read_metric, run_members, score_responses
+from ..dev_set import DevSet, Metric, mean_lengths_of, run_members
 from ..errors import ConfigurationError
 from ..messages import wrong_count
 from ..model import EnsembleForCausalLM
@@ -126,17 +126,20 @@ def select_members(
         Yao et al., "Determine-Then-Ensemble: Necessity of Top-k Union for Large Language Model Ensembling"
         (https://arxiv.org/abs/2410.03777), section 4.1.
     """
-    _check_limits(max_members, max_gap, max_length_ratio)
+    if max_members is not None:
+        check_positive_integer("max_members", max_members)
+    for name, value, least in (("max_gap", max_gap, 0), ("max_length_ratio", max_length_ratio, 1)):
+        if not (is_number(value) and value >= least):
+            raise ConfigurationError(f"`{name}` has to be a number of at least {least}, but is {value!r}.")
     names = _names_of(candidates)
     if (examples is None) == (scores is None):
         raise ConfigurationError("give either `scores`, or `examples` and a `metric` to measure them with.")
     options = {"max_new_tokens": max_new_tokens, **generate_options}
-    if examples is not None:
+    if scores is None:
         if mean_lengths is not None or responses is not None:
             raise ConfigurationError("`mean_lengths` and `responses` are measured where `examples` are given.")
         figures, responses = _measure(candidates, examples, metric, {"batch_size": batch_size, **options})
     else:
-        assert scores is not None
         if given := [name for name, value in {"metric": metric, **options}.items() if value is not None]:
             raise ConfigurationError(f"`{given[0]}` has no use where `scores` are given.")
         figures = _figures("scores", scores, len(names))
@@ -205,12 +208,10 @@ def _lengths(
     given: Sequence[float] | None, responses: Sequence[Sequence[str]] | None, count: int
 ) -> Sequence[float | None]:
     """The candidates' mean lengths, as given or of their responses."""
-    if responses is not None:
-        if given is not None:
-            raise ConfigurationError("give `responses` or `mean_lengths`, not both.")
-        return mean_lengths_of(responses, count, "candidate")
     if given is None:
-        return [None] * count
+        return mean_lengths_of(responses, count, "candidate")
+    if responses is not None:
+        raise ConfigurationError("give `responses` or `mean_lengths`, not both.")
     lengths = _figures("mean_lengths", given, count)
     if min(lengths) < 0:
         raise ConfigurationError(f"`mean_lengths` must be at least 0, but are {list(given)}.")
@@ -218,17 +219,16 @@ def _lengths(
 
 
 def _measure(
-    candidates: Any, examples: Iterable[Any], metric: Any, options: dict[str, Any]
+    candidates: Any, examples: Any, metric: Any, options: dict[str, Any]
 ) -> tuple[list[float], list[list[str]]]:
     """Run every candidate on the development set: their scores in points, and their responses."""
     if not isinstance(candidates, EnsembleForCausalLM):
         raise ConfigurationError("`candidates` has to be an ensemble where members are run, not a list of names.")
     if metric is None:
         raise ConfigurationError("`metric` must be given with `examples`.")
-    read = read_examples(examples)
-    measure = read_metric(metric)
-    responses = run_members(candidates, [example.prompt for example in read], **options)
-    values = [score_responses(texts, read, measure) for texts in responses]
+    dev_set = DevSet(examples, metric)
+    responses = run_members(candidates, dev_set.prompts, **options)
+    values = [dev_set.score(texts) for texts in responses]
     for member, value in zip(candidates.member_views, values, strict=True):
         if not 0 <= value <= 1:
             raise ConfigurationError(
@@ -236,15 +236,6 @@ def _measure(
                 "by the greatest that it can give."
             )
     return [100 * value for value in values], responses
-
-
-def _check_limits(max_members: int | None, max_gap: float, max_length_ratio: float) -> None:
-    if max_members is not None:
-        check_positive_integer("max_members", max_members)
-    if not (is_number(max_gap) and max_gap >= 0):
-        raise ConfigurationError(f"`max_gap` has to be a number of at least 0, but is {max_gap!r}.")
-    if not (is_number(max_length_ratio) and max_length_ratio >= 1):
-        raise ConfigurationError(f"`max_length_ratio` has to be a number of at least 1, but is {max_length_ratio!r}.")
 
 
 def _figures(name: str, values: Sequence[float], count: int) -> list[float]:
@@ -264,6 +255,6 @@ def _length_ratio(a: float | None, b: float | None) -> float | None:
     if a is None or b is None:
         return None
     short, long = sorted((a, b))
-    if short == 0:
-        return 1.0 if long == 0 else math.inf
-    return long / short
+    if short == long:
+        return 1.0
+    return long / short if short else math.inf

@@ -12,14 +12,11 @@ from typing import Any
 from transformers.utils import logging
 
 from ..config import MethodConfig, method_config, normalize_weights
-from ..dev_set import Metric, are_texts, read_examples, read_metric, run_batches, score_responses
+from ..dev_set import DevSet, Metric, answer_all, are_texts
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
 from ..state_file import StateFile, describe_generation_config, describe_member
 from ..tables import aligned
-
-_FORMAT = 1
-"""Part of every line of a state file: raise it when responses of finished points can change."""
 
 
 @dataclass(frozen=True)
@@ -114,44 +111,39 @@ def tune_method(
         ConfigurationError: Before anything runs, if the grid, a value in it or the development set is no good, or
             `state_file` is of another search. Later, if the metric gives no finite number.
     """
-    read = read_examples(examples)
-    measure = read_metric(metric)
+    dev_set = DevSet(examples, metric)
+    prompts = dev_set.prompts
     base = ensemble.config.method if method is None else method_config(method)
-    base_weights = ensemble.config.weights if weights is None else weights
-    points = _points(grid, base, base_weights, len(ensemble.members))
-    prompts = [example.prompt for example in read]
+    points = _points(grid, base, ensemble.config.weights if weights is None else weights, len(ensemble.members))
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **generate_options}
     state, finished = None, {}
     if state_file is not None:
         settings = {
-            "format": _FORMAT,
+            # Raised when responses of finished points can change.
+            "format": 1,
             "members": [describe_member(member) for member in ensemble.member_views],
             "prompts": prompts,
             "generation config": describe_generation_config(ensemble),
             "options": options,
         }
         state = StateFile(state_file, settings)
-        finished = dict(state.read(lambda part: _read_point(part, len(read))))
+        finished = dict(state.read(lambda part: _read_point(part, len(prompts))))
 
     table = []
-    with logging.tqdm(total=len(points) * len(read), desc="tuning", unit="prompt") as bar:
+    with logging.tqdm(total=len(points) * len(prompts), desc="tuning", unit="prompt") as bar:
         for point_method, point_weights in points:
             name = json.dumps([point_method.to_dict(), point_weights])
             if name in finished:
                 responses, seconds = finished[name]
                 bar.update(len(responses))
             else:
-                responses = []
                 began = time.perf_counter()
-                own: dict[str, Any] = {"method": point_method, "weights": point_weights}
-                for batch in run_batches(ensemble, prompts, **options, **own):
-                    responses += batch
-                    bar.update(len(batch))
+                responses = answer_all(ensemble, prompts, bar, method=point_method, weights=point_weights, **options)
                 seconds = time.perf_counter() - began
                 finished[name] = (responses, seconds)
                 if state is not None:
                     state.add({"point": json.loads(name), "responses": responses, "seconds": round(seconds, 3)})
-            score = score_responses(responses, read, measure)
+            score = dev_set.score(responses)
             table.append(TuningPoint(point_method, tuple(point_weights), score, seconds, tuple(responses)))
     return TuningResult(tuple(table), tuple(grid))
 
@@ -169,11 +161,11 @@ def _points(
     """All combinations, each checked."""
     if not grid:
         raise ConfigurationError("`grid` must name at least one option and its values, but is empty.")
-    known = [option.name for option in dataclasses.fields(base)]
+    known = [*(option.name for option in dataclasses.fields(base)), "weights"]
     for name, values in grid.items():
-        if name not in [*known, "weights"]:
+        if name not in known:
             raise ConfigurationError(
-                f"method {base.name!r} has no option {name!r} to search. Options: {', '.join([*known, 'weights'])}."
+                f"method {base.name!r} has no option {name!r} to search. Options: {', '.join(known)}."
             )
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise ConfigurationError(f"`grid[{name!r}]` has to be a list of at least one value, but is {values!r}.")

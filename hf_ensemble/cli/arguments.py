@@ -1,11 +1,11 @@
-"""What arguments of several commands ask for: an ensemble, its method, the prompts, and options of `generate`."""
+"""What arguments of several commands ask for: an ensemble, its method, prompts, options of `generate`, an output."""
 
 import argparse
 import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -13,7 +13,7 @@ import torch
 
 from ..config import MemberConfig, MethodConfig, method_config
 from ..errors import ConfigurationError
-from ..files import read_text
+from ..files import read_text, whole_file
 from ..model import EnsembleForCausalLM
 from .parsers import UsageError
 
@@ -82,18 +82,12 @@ def read_method(args: argparse.Namespace) -> MethodConfig | None:
 def _read_value(argument: str, text: str, hint: Any) -> Any:
     """The value of one option, in the type that it is declared with."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    choices: list[str] = []
+    said = {NoneType: ["none"], bool: ["true", "false"], int: ["an integer"], float: ["a number"]}
     for kind in kinds:
-        if get_origin(kind) is Literal:
-            choices += get_args(kind)
-        elif kind is NoneType:
-            choices.append("none")
-        elif kind is bool:
-            choices += ["true", "false"]
-        else:
+        if kind not in (NoneType, bool) and get_origin(kind) is not Literal:
             with contextlib.suppress(ValueError):
                 return kind(text)
-            choices.append({int: "an integer", float: "a number"}[kind])
+    choices = [choice for kind in kinds for choice in said.get(kind) or get_args(kind)]
     if text not in choices:
         raise UsageError(f"`{argument}` has to be {' or '.join(choices)}, but is {text!r}.")
     return {"none": None, "true": True, "false": False}.get(text, text)
@@ -157,3 +151,18 @@ def seeded(seed: int | None) -> Iterator[None]:
         if seed is not None:
             torch.manual_seed(seed)
         yield
+
+
+@contextlib.contextmanager
+def output(args: argparse.Namespace) -> Iterator[Callable[[Any, object], None]]:
+    """What writes results, each as a line of JSON or as text: to stdout, or to a file that is whole or not there."""
+    with contextlib.ExitStack() as stack:
+        stream = sys.stdout
+        if args.output is not None:
+            unfinished = stack.enter_context(whole_file(args.output))
+            stream = stack.enter_context(unfinished.open("w", encoding="utf-8"))
+
+        def write(value: Any, text: object) -> None:
+            print(json.dumps(value, ensure_ascii=False) if args.json else text, file=stream, flush=True)
+
+        yield write

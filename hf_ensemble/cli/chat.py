@@ -9,19 +9,33 @@ from typing import Any
 from transformers import TextStreamer
 
 from ..errors import EnsembleError
+from ..files import whole_file
 from ..model import EnsembleForCausalLM
 from . import arguments
-from .conversation import answer
-from .output import output
 from .parsers import CHAT_COMMANDS
+
+
+def answer(ensemble: EnsembleForCausalLM, messages: list[dict[str, str]], **options: Any) -> str:
+    """Let an ensemble answer the last message of a conversation.
+
+    Args:
+        ensemble: Its tokenizer renders the conversation.
+        messages: The conversation: dictionaries with `role` and `content`.
+        **options: Options of `generate`.
+
+    Raises:
+        ConfigurationError: If a chat template refuses the conversation.
+    """
+    tokenizer: Any = ensemble.tokenizer
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = ensemble.generate(**inputs.to(ensemble.member_views[0].device), **options)
+    return str(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 class _Printer(TextStreamer):
     """Prints an answer as it is written, and keeps it."""
 
-    def __init__(self, tokenizer: Any):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.text = ""
+    text = ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print the next piece."""
@@ -41,9 +55,9 @@ class _Chat:
     def say(self, text: str) -> None:
         """Answer a message. An interrupted answer counts as far as it was shown; without one, nothing was said."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        printer = _Printer(self.ensemble.tokenizer)
+        printer = _Printer(self.ensemble.tokenizer, skip_prompt=True, skip_special_tokens=True)
         with contextlib.suppress(KeyboardInterrupt):
-            answer(self.ensemble, messages, self.options, printer)
+            answer(self.ensemble, messages, streamer=printer, **self.options)
         if printer.text:
             self.messages = [*messages, {"role": "assistant", "content": printer.text}]
 
@@ -56,8 +70,8 @@ class _Chat:
         elif name == "/system":
             self.begin(rest or None)
         elif name == "/save" and rest:
-            with output(rest) as file:
-                json.dump(self.messages, file, ensure_ascii=False, indent=2)
+            with whole_file(rest) as unfinished:
+                unfinished.write_text(json.dumps(self.messages, ensure_ascii=False, indent=2), "utf-8")
             _note(f"saved in {rest}")
         else:
             _note(CHAT_COMMANDS)
@@ -73,20 +87,7 @@ def run(args: argparse.Namespace) -> None:
             import readline  # noqa: F401  (lets `input` edit lines and remember them)
         _note(CHAT_COMMANDS)
     with arguments.seeded(args.seed):
-        while True:
-            try:
-                line = input("> " if is_terminal else "").strip()
-            except EOFError:
-                if is_terminal:
-                    print()
-                return
-            except KeyboardInterrupt:
-                if not is_terminal:
-                    raise
-                print()
-                continue
-            if line == "/exit":
-                return
+        while (line := _read_line(is_terminal)) != "/exit":
             try:
                 if line.startswith("/"):
                     chat.command(line)
@@ -96,6 +97,21 @@ def run(args: argparse.Namespace) -> None:
                 if not is_terminal:
                     raise
                 _note(f"error: {' '.join(str(error).split())}")
+
+
+def _read_line(is_terminal: bool) -> str:
+    """The next line; the end of the input is an exit, and Ctrl-C in a terminal an empty line."""
+    try:
+        return input("> " if is_terminal else "").strip()
+    except EOFError:
+        line = "/exit"
+    except KeyboardInterrupt:
+        if not is_terminal:
+            raise
+        line = ""
+    if is_terminal:
+        print()
+    return line
 
 
 def _note(text: str) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 from ..dev_set import refuse_ids_of_one
 from ..model import EnsembleForCausalLM
 from . import arguments
-from .output import json_line, output
 
 
 def run(args: argparse.Namespace) -> None:
@@ -21,13 +20,10 @@ def run(args: argparse.Namespace) -> None:
     # What is made at the first call is not the time of a token.
     for name, writer in writers:
         _go_on(name, writer, prompts[0], {**options, "max_new_tokens": 1})
-    with output(args.output) as stream:
+    with arguments.output(args) as write:
         for prompt in prompts:
             texts = [_go_on(name, writer, prompt, options) for name, writer in writers]
-            if args.json:
-                print(json_line({"prompt": prompt, "texts": texts}), file=stream)
-            else:
-                print(f"=== {prompt}", *map(_block, texts), sep="\n", file=stream)
+            write({"prompt": prompt, "texts": texts}, "\n".join([f"=== {prompt}", *map(_block, texts)]))
 
 
 def _block(text: dict[str, Any]) -> str:

@@ -4,8 +4,7 @@ import argparse
 
 from ..errors import EnsembleError
 from ..evaluation import Configuration, EvaluationSet, evaluate, read_set
-from ..evaluation.plots import check_plot
-from ..evaluation.results import TABLE_ENDINGS
+from ..evaluation.results import TABLE_ENDINGS, check_plot
 from ..files import check_ending
 from . import arguments
 from .parsers import UsageError
@@ -48,9 +47,8 @@ def run(args: argparse.Namespace) -> None:
 def _read_set(paths: list[str], limit: int | None, skip_damaged: bool) -> EvaluationSet:
     if len(paths) > 2:
         raise UsageError(f"`--data` takes one file or two, but got {len(paths)}: repeat it for other sets.")
-    return read_set(
-        paths[0], worked_examples=paths[1] if len(paths) == 2 else None, limit=limit, skip_damaged=skip_damaged
-    )
+    path, *worked = paths
+    return read_set(path, worked_examples=worked[0] if worked else None, limit=limit, skip_damaged=skip_damaged)
 
 
 def read_configuration(text: str) -> Configuration:

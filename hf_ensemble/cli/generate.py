@@ -1,14 +1,12 @@
 """`hf-ensemble generate`: go on from prompts."""
 
 import argparse
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable
+from itertools import chain
 
 from ..dev_set import run_batches
-from ..model import EnsembleForCausalLM
 from . import arguments
-from .conversation import answer
-from .output import json_line, output
+from .chat import answer
 from .parsers import UsageError
 
 
@@ -25,18 +23,12 @@ def run(args: argparse.Namespace) -> None:
     prompts = arguments.read_prompts(args)
     options = arguments.generate_options(args)
     ensemble = arguments.load_ensemble(args)
-    with output(args.output) as stream, arguments.seeded(args.seed):
-        for prompt, text in zip(prompts, _texts(ensemble, prompts, options, args), strict=True):
-            print(json_line({"prompt": prompt, "text": text}) if args.json else text, file=stream, flush=True)
-
-
-def _texts(
-    ensemble: EnsembleForCausalLM, prompts: list[str], options: dict[str, Any], args: argparse.Namespace
-) -> Iterator[str]:
+    texts: Iterable[str]
     if args.chat:
-        for prompt in prompts:
-            conversation = [{"role": "system", "content": args.system}] if args.system is not None else []
-            yield answer(ensemble, [*conversation, {"role": "user", "content": prompt}], options)
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        texts = (answer(ensemble, [*system, {"role": "user", "content": prompt}], **options) for prompt in prompts)
     else:
-        for batch in run_batches(ensemble, prompts, batch_size=args.batch_size, **options):
-            yield from batch
+        texts = chain.from_iterable(run_batches(ensemble, prompts, batch_size=args.batch_size, **options))
+    with arguments.output(args) as write, arguments.seeded(args.seed):
+        for prompt, text in zip(prompts, texts, strict=True):
+            write({"prompt": prompt, "text": text}, text)

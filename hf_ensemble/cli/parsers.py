@@ -1,6 +1,9 @@
 """What `hf-ensemble` takes: its commands, their arguments and their help. Nothing here imports torch."""
 
 import argparse
+import inspect
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,136 +41,118 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hf_ensemble {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for name, (summary, fill, examples) in _COMMANDS.items():
+    for add_own, *groups in _COMMANDS:
+        summary, _, examples = (inspect.getdoc(add_own) or "").partition("\n\nExamples:\n")
         command = subparsers.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"examples:\n{examples}",
+            add_own.__name__[1:],
+            help=summary[:1].lower() + summary[1:-1],
+            description=summary,
+            epilog=f"examples:\n{examples}\n",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        fill(command)
+        for add in (*groups, add_own):
+            add(command)
         command.add_argument("--traceback", action="store_true", help="show all of an error, not one line")
     return parser
 
 
-# Examples and arguments of each command
-
-_GENERATE = """\
-  hf-ensemble generate "The capital of France is" --members model-a model-b
-  hf-ensemble generate --members my-ensemble --file prompts.txt --lines --json --output texts.jsonl
-  hf-ensemble generate "The cat" --members model-a model-b --method gac --weights 0.7 0.3 --max-new-tokens 16
-  hf-ensemble generate "The cat" --members model-a model-b --method unite --option top_k=5 --temperature 0.8 --seed 1
-  hf-ensemble generate "Who are you?" --members chat-a model-b --chat --max-new-tokens 16
-"""
+# Each command: its help, and what adds the arguments that it has alone
 
 
-def _fill_generate(parser: argparse.ArgumentParser) -> None:
-    _take_prompts(parser)
-    _take_members(parser)
-    _take_method(parser)
-    _take_lengths(parser)
-    _take_sampling(parser)
-    _take_output(parser)
+def _generate(parser: argparse.ArgumentParser) -> None:
+    """Go on from prompts; only the new text goes to stdout.
+
+    Examples:
+      hf-ensemble generate "The capital of France is" --members model-a model-b
+      hf-ensemble generate --members my-ensemble --file prompts.txt --lines --json --output texts.jsonl
+      hf-ensemble generate "The cat" --members model-a model-b --method gac --weights 0.7 0.3 --max-new-tokens 16
+      hf-ensemble generate "The cat" --members model-a model-b --method unite --option top_k=5 --temperature 0.8 --seed 1
+      hf-ensemble generate "Who are you?" --members chat-a model-b --chat --max-new-tokens 16
+    """
     parser.add_argument("--chat", action="store_true", help="each prompt is a message, and the text the answer to it")
     parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
-    _take_batch_size(parser, "prompts that run together; ")
+    _add_batch_size(parser.add_argument, "prompts that run together; ")
 
 
-_CHAT = """\
-  hf-ensemble chat --members chat-a model-b
-  hf-ensemble chat --members my-chat --system "Answer in one sentence." --temperature 0.7
-  hf-ensemble chat --members chat-a model-b --method gac --max-new-tokens 16
+def _chat(parser: argparse.ArgumentParser) -> None:
+    """Talk with an ensemble; answers are streamed.
 
-in the conversation:
-""" + "".join(f"  {line}\n" for line in CHAT_COMMANDS.splitlines())
+    Examples:
+      hf-ensemble chat --members chat-a model-b
+      hf-ensemble chat --members my-chat --system "Answer in one sentence." --temperature 0.7
+      hf-ensemble chat --members chat-a model-b --method gac --max-new-tokens 16
 
-
-def _fill_chat(parser: argparse.ArgumentParser) -> None:
-    _take_members(parser)
-    _take_method(parser)
-    _take_lengths(parser, 512)
-    _take_sampling(parser)
+    in the conversation:
+    """
+    parser.set_defaults(max_new_tokens=512)
+    parser.epilog = f"{parser.epilog}{textwrap.indent(CHAT_COMMANDS, '  ')}"
     parser.add_argument("--system", metavar="TEXT", help="system message")
 
 
-_COMPARE = """\
-  hf-ensemble compare "The capital of France is" --members model-a model-b
-  hf-ensemble compare --members my-ensemble --file prompts.txt --lines --max-new-tokens 16 --json
-  hf-ensemble compare "The cat" --members model-a model-b --method gac --stop "."
-"""
+def _compare(parser: argparse.ArgumentParser) -> None:
+    """Let each member alone and the ensemble go on from the same prompts, greedily.
+
+    Examples:
+      hf-ensemble compare "The capital of France is" --members model-a model-b
+      hf-ensemble compare --members my-ensemble --file prompts.txt --lines --max-new-tokens 16 --json
+      hf-ensemble compare "The cat" --members model-a model-b --method gac --stop "."
+    """
+    parser.set_defaults(max_new_tokens=32)
 
 
-def _fill_compare(parser: argparse.ArgumentParser) -> None:
-    _take_prompts(parser)
-    _take_members(parser)
-    _take_method(parser)
-    _take_lengths(parser, 32)
-    _take_output(parser)
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    """Show what the members' tokenizers share, and in what the members differ.
 
-
-_INSPECT = """\
-  hf-ensemble inspect --members model-a model-b
-  hf-ensemble inspect --members my-ensemble --text prompts.txt --json
-"""
-
-
-def _fill_inspect(parser: argparse.ArgumentParser) -> None:
-    _take_members(parser)
-    _take_output(parser)
+    Examples:
+      hf-ensemble inspect --members model-a model-b
+      hf-ensemble inspect --members my-ensemble --text prompts.txt --json
+    """
     parser.add_argument("--text", metavar="FILE", help="text like those to be written, whose words are cut")
 
 
-_SELECT = """\
-  hf-ensemble select --members model-a model-b --scores 80.6 72.7 --save chosen
-  hf-ensemble select --members model-a model-b --scores 80.6 72.7 --responses a.jsonl b.jsonl
-  hf-ensemble select --members model-a model-b --examples dev.jsonl --metric contains --max-new-tokens 8 --json
+def _select(parser: argparse.ArgumentParser) -> None:
+    """Choose the best candidate and those that come near.
 
-files are lines of JSON:
-  --examples   {"prompt": "2 + 2 =", "reference": "4"}; a reference is a text or a list of texts
-  --responses  a text, or what `hf-ensemble generate --json` writes
-"""
+    Examples:
+      hf-ensemble select --members model-a model-b --scores 80.6 72.7 --save chosen
+      hf-ensemble select --members model-a model-b --scores 80.6 72.7 --responses a.jsonl b.jsonl
+      hf-ensemble select --members model-a model-b --examples dev.jsonl --metric contains --max-new-tokens 8 --json
 
-
-def _fill_select(parser: argparse.ArgumentParser) -> None:
-    _take_members(parser)
-    _take_lengths(parser)
-    _take_output(parser)
-    group = parser.add_argument_group("scores, given or measured")
-    group.add_argument("--scores", nargs="+", type=float, metavar="POINTS", help="one a candidate, in percent")
-    group.add_argument("--responses", nargs="+", metavar="FILE", help="one a candidate, to compare their lengths")
-    group.add_argument("--mean-lengths", nargs="+", type=float, metavar="LENGTH", help="one a candidate")
-    group.add_argument("--examples", metavar="FILE", help="development set to run every candidate on")
-    group.add_argument("--metric", choices=METRICS, help="how an answer is compared with its reference")
-    _take_batch_size(group)
-    group = parser.add_argument_group("limits")
-    group.add_argument("--max-members", type=int, metavar="N", help="default: no limit")
-    group.add_argument("--max-gap", type=float, default=10.0, metavar="POINTS", help="below the best; default: 10")
-    group.add_argument("--max-length-ratio", type=float, default=2.0, metavar="RATIO", help="default: 2")
-    group.add_argument(
-        "--save", metavar="FOLDER", help="save an ensemble of the chosen there, the best as the primary"
-    )
+    files are lines of JSON:
+      --examples   {"prompt": "2 + 2 =", "reference": "4"}; a reference is a text or a list of texts
+      --responses  a text, or what `hf-ensemble generate --json` writes
+    """
+    add = parser.add_argument_group("scores, given or measured").add_argument
+    add("--scores", nargs="+", type=float, metavar="POINTS", help="one a candidate, in percent")
+    add("--responses", nargs="+", metavar="FILE", help="one a candidate, to compare their lengths")
+    add("--mean-lengths", nargs="+", type=float, metavar="LENGTH", help="one a candidate")
+    add("--examples", metavar="FILE", help="development set to run every candidate on")
+    add("--metric", choices=METRICS, help="how an answer is compared with its reference")
+    _add_batch_size(add)
+    add = parser.add_argument_group("limits").add_argument
+    add("--max-members", type=int, metavar="N", help="default: no limit")
+    add("--max-gap", type=float, default=10.0, metavar="POINTS", help="below the best; default: 10")
+    add("--max-length-ratio", type=float, default=2.0, metavar="RATIO", help="default: 2")
+    add("--save", metavar="FOLDER", help="save an ensemble of the chosen there, the best as the primary")
 
 
-_EVAL = """\
-  hf-ensemble eval --members model-a model-b --data questions.jsonl worked.txt --max-new-tokens 8
-  hf-ensemble eval --members model-a model-b --data choices.jsonl --method gac --also gac@0.7,0.3 unite:top_k=5
-  hf-ensemble eval --members model-a model-b --data questions.jsonl worked.txt --data choices.jsonl --limit 2 \\
-      --measures exact_match accuracy --state-file state.jsonl --time-limit 500 --table table.md --plot plot.svg
+def _eval(parser: argparse.ArgumentParser) -> None:
+    r"""Evaluate an ensemble and each of its members on files of examples.
 
-files are lines of JSON, all of one form:
-  {"question": "Who?", "answer": ["Paris", "Paris, France"]}          exact match, bits per byte
-  {"question": "Which?", "A": "this", "B": "that", "answer": "B"}     accuracy, bits per byte
-  {"prompt": "2 + 2 =", "reference": "4"}                             exact match, bits per byte
-  {"text": "Once upon a time"}                                        bits per byte
-"""
+    Examples:
+      hf-ensemble eval --members model-a model-b --data questions.jsonl worked.txt --max-new-tokens 8
+      hf-ensemble eval --members model-a model-b --data choices.jsonl --method gac --also gac@0.7,0.3 unite:top_k=5
+      hf-ensemble eval --members model-a model-b --data questions.jsonl worked.txt --data choices.jsonl --limit 2 \
+          --measures exact_match accuracy --state-file state.jsonl --time-limit 500 --table table.md --plot plot.svg
 
-
-def _fill_eval(parser: argparse.ArgumentParser) -> None:
-    _take_members(parser)
-    _take_method(parser)
-    group = parser.add_argument_group("what is evaluated")
-    group.add_argument(
+    files are lines of JSON, all of one form:
+      {"question": "Who?", "answer": ["Paris", "Paris, France"]}          exact match, bits per byte
+      {"question": "Which?", "A": "this", "B": "that", "answer": "B"}     accuracy, bits per byte
+      {"prompt": "2 + 2 =", "reference": "4"}                             exact match, bits per byte
+      {"text": "Once upon a time"}                                        bits per byte
+    """
+    add = parser.add_argument_group("what is evaluated").add_argument
+    add(
         "--data",
         nargs="+",
         action="append",
@@ -175,37 +160,35 @@ def _fill_eval(parser: argparse.ArgumentParser) -> None:
         metavar=("FILE", "WORKED"),
         help="examples, and a file of worked ones that are put before each; can be repeated",
     )
-    group.add_argument(
+    add(
         "--also",
         nargs="+",
         default=[],
         metavar="METHOD[:KEY=VALUE,…][@WEIGHT,…]",
         help="further methods, each a row of the table",
     )
-    group.add_argument("--no-members", action="store_true", help="leave out the members alone")
-    group.add_argument("--measures", nargs="+", choices=MEASURES, default=list(MEASURES), help="default: all")
-    group.add_argument("--limit", type=int, metavar="N", help="most examples of a file")
-    group.add_argument("--skip-damaged", action="store_true", help="leave out examples of no known form")
-    group = parser.add_argument_group("how it runs")
-    group.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="of an answer; default: 32")
-    _take_batch_size(group)
-    group.add_argument("--state-file", metavar="FILE", help="keeps what is done, so that the same command goes on")
-    group.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop before; exit code 1 if work is left")
-    group = parser.add_argument_group("output beside the table on stdout")
-    group.add_argument("--table", type=Path, metavar="FILE", help="a table: .md, .txt, .csv, .json")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="a plot: .svg, .png, .pdf")
+    add("--no-members", action="store_true", help="leave out the members alone")
+    add("--measures", nargs="+", choices=MEASURES, default=list(MEASURES), help="default: all")
+    add("--limit", type=int, metavar="N", help="most examples of a file")
+    add("--skip-damaged", action="store_true", help="leave out examples of no known form")
+    add = parser.add_argument_group("how it runs").add_argument
+    add("--max-new-tokens", type=int, default=32, metavar="N", help="of an answer; default: 32")
+    _add_batch_size(add)
+    add("--state-file", metavar="FILE", help="keeps what is done, so that the same command goes on")
+    add("--time-limit", type=float, metavar="SECONDS", help="stop before; exit code 1 if work is left")
+    add = parser.add_argument_group("output beside the table on stdout").add_argument
+    add("--table", type=Path, metavar="FILE", help="a table: .md, .txt, .csv, .json")
+    add("--plot", type=Path, metavar="FILE", help="a plot: .svg, .png, .pdf")
 
 
-_SERVE = """\
-  hf-ensemble serve --members chat-a model-b
-  hf-ensemble serve --members my-chat --port 8080 --name my-chat
-  hf-ensemble serve --members chat-a model-b --method gac --weights 0.7 0.3 --host 0.0.0.0
-"""
+def _serve(parser: argparse.ArgumentParser) -> None:
+    """Serve an ensemble as `transformers serve` serves a model.
 
-
-def _fill_serve(parser: argparse.ArgumentParser) -> None:
-    _take_members(parser)
-    _take_method(parser)
+    Examples:
+      hf-ensemble serve --members chat-a model-b
+      hf-ensemble serve --members my-chat --port 8080 --name my-chat
+      hf-ensemble serve --members chat-a model-b --method gac --weights 0.7 0.3 --host 0.0.0.0
+    """
     parser.add_argument("--host", default="localhost", help="default: localhost")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 for any that is free")
     parser.add_argument("--name", help="name of the model that clients ask for (default: the members' names, with +)")
@@ -216,83 +199,71 @@ def _fill_serve(parser: argparse.ArgumentParser) -> None:
 # Arguments that several commands take
 
 
-def _take_members(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("members")
-    group.add_argument(
+def _add_members(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("members").add_argument
+    add(
         "--members",
         nargs="+",
         required=True,
         metavar="MODEL",
         help="Hub ids or paths, the primary first, or that of a saved ensemble",
     )
-    group.add_argument("--dtype", nargs="+", help="of the weights: one, or one a member")
-    group.add_argument("--device-map", nargs="+", help="where the weights go: one, or one a member")
-    group.add_argument("--revision", nargs="+", help="branch, tag or commit on the Hub: one, or one a member")
+    add("--dtype", nargs="+", help="of the weights: one, or one a member")
+    add("--device-map", nargs="+", help="where the weights go: one, or one a member")
+    add("--revision", nargs="+", help="branch, tag or commit on the Hub: one, or one a member")
 
 
-def _take_method(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("method")
-    group.add_argument("--method", help="name of a method; a wrong one shows them all (default: as saved, else unite)")
-    group.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the method; can be repeated"
-    )
-    group.add_argument("--weights", nargs="+", type=float, metavar="WEIGHT", help="mixing weights, one a member")
+def _add_method(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("method").add_argument
+    add("--method", help="name of a method; a wrong one shows them all (default: as saved, else unite)")
+    _add_pairs(add, "--option", "an option of the method; can be repeated")
+    add("--weights", nargs="+", type=float, metavar="WEIGHT", help="mixing weights, one a member")
 
 
-def _take_prompts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompts")
-    group.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="texts, before `--members` (default: all of stdin as one)"
-    )
-    group.add_argument("--file", help="a file to read instead")
-    group.add_argument("--lines", action="store_true", help="each line of the file, or of stdin, is a prompt")
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("prompts").add_argument
+    add("prompt", nargs="*", metavar="PROMPT", help="texts, before `--members` (default: all of stdin as one)")
+    add("--file", help="a file to read instead")
+    add("--lines", action="store_true", help="each line of the file, or of stdin, is a prompt")
 
 
-def _take_lengths(parser: argparse.ArgumentParser, max_new_tokens: int = 128) -> None:
-    group = parser.add_argument_group("texts")
-    group.add_argument(
-        "--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"default: {max_new_tokens}"
-    )
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends a text; can be repeated")
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any other option of `generate`, as JSON or a plain word; can be repeated",
-    )
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("texts").add_argument
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    add("--stop", action="append", metavar="TEXT", help="ends a text; can be repeated")
+    _add_pairs(add, "--set", "any other option of `generate`, as JSON or a plain word; can be repeated")
 
 
-def _take_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling (greedy decoding without any of these)")
-    group.add_argument("--sample", action="store_true", help="draw tokens")
-    group.add_argument("--temperature", type=float, metavar="T")
-    group.add_argument("--top-k", type=int, metavar="K")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--seed", type=int)
+def _add_pairs(add: Any, name: str, what: str) -> None:
+    add(name, action="append", default=[], metavar="KEY=VALUE", help=what)
 
 
-def _take_batch_size(group: Any, what: str = "") -> None:
-    group.add_argument("--batch-size", type=int, default=8, metavar="N", help=f"{what}default: 8")
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("sampling (greedy decoding without any of these)").add_argument
+    add("--sample", action="store_true", help="draw tokens")
+    add("--temperature", type=float, metavar="T")
+    add("--top-k", type=int, metavar="K")
+    add("--top-p", type=float, metavar="P")
+    add("--seed", type=int)
 
 
-def _take_output(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="JSON instead of text")
-    group.add_argument("--output", metavar="FILE", help="write there, and only once all is done (default: stdout)")
+def _add_batch_size(add: Any, what: str = "") -> None:
+    add("--batch-size", type=int, default=8, metavar="N", help=f"{what}default: 8")
 
 
-_COMMANDS = {
-    "generate": ("go on from prompts; only the new text goes to stdout", _fill_generate, _GENERATE),
-    "chat": ("talk with an ensemble; answers are streamed", _fill_chat, _CHAT),
-    "compare": (
-        "let each member alone and the ensemble go on from the same prompts, greedily",
-        _fill_compare,
-        _COMPARE,
-    ),
-    "inspect": ("show what the members' tokenizers share, and in what the members differ", _fill_inspect, _INSPECT),
-    "select": ("choose the best candidate and those that come near", _fill_select, _SELECT),
-    "eval": ("evaluate an ensemble and each of its members on files of examples", _fill_eval, _EVAL),
-    "serve": ("serve an ensemble as `transformers serve` serves a model", _fill_serve, _SERVE),
-}
-"""Of each command a summary, what adds its arguments, and examples."""
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="JSON instead of text")
+    add("--output", metavar="FILE", help="write there, and only once all is done (default: stdout)")
+
+
+_COMMANDS: tuple[tuple[Callable[[argparse.ArgumentParser], None], ...], ...] = (
+    (_generate, _add_prompts, _add_members, _add_method, _add_lengths, _add_sampling, _add_output),
+    (_chat, _add_members, _add_method, _add_lengths, _add_sampling),
+    (_compare, _add_prompts, _add_members, _add_method, _add_lengths, _add_output),
+    (_inspect, _add_members, _add_output),
+    (_select, _add_members, _add_lengths, _add_output),
+    (_eval, _add_members, _add_method),
+    (_serve, _add_members, _add_method),
+)
+"""The commands, each with what it takes of the arguments that several have."""

@@ -11,7 +11,6 @@ from ..errors import ConfigurationError
 from ..files import read_json_lines
 from ..model import EnsembleForCausalLM
 from . import arguments
-from .output import json_line, output
 from .parsers import UsageError
 
 
@@ -31,10 +30,8 @@ def run(args: argparse.Namespace) -> None:
     candidates: EnsembleForCausalLM | None = None
     if args.examples is None:
         responses = None if args.responses is None else [_read_responses(path) for path in args.responses]
-        lengths = args.mean_lengths
-        selection = select_members(
-            args.members, scores=args.scores, responses=responses, mean_lengths=lengths, **limits
-        )
+        lengths = {"responses": responses, "mean_lengths": args.mean_lengths}
+        selection = select_members(args.members, scores=args.scores, **lengths, **limits)
     else:
         examples = [_read_example(line) for line in read_json_lines(args.examples)]
         options = arguments.generate_options(args)
@@ -42,9 +39,8 @@ def run(args: argparse.Namespace) -> None:
         selection = select_members(candidates, examples, args.metric, batch_size=args.batch_size, **options, **limits)
     if args.save is not None:
         _save(args, candidates, selection)
-    with output(args.output) as stream:
-        rows = [dataclasses.asdict(row) for row in selection.table]
-        print(json_line(rows) if args.json else selection, file=stream)
+    with arguments.output(args) as write:
+        write([dataclasses.asdict(row) for row in selection.table], selection)
 
 
 def _read_example(line: Any) -> Any:

@@ -8,11 +8,7 @@ from . import arguments
 
 def run(args: argparse.Namespace) -> None:
     """Serve until interrupted."""
+    ensemble = arguments.load_ensemble(args)
     serving.serve(
-        arguments.load_ensemble(args),
-        args.host,
-        args.port,
-        name=args.name,
-        enable_cors=args.enable_cors,
-        log_level=args.log_level,
+        ensemble, args.host, args.port, name=args.name, enable_cors=args.enable_cors, log_level=args.log_level
     )

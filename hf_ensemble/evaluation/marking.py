@@ -1,7 +1,8 @@
 """What the outcomes of examples are worth: values with intervals, and how they differ from the best member's."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -31,33 +32,23 @@ def works_for(kind: Kind, measures: Collection[str]) -> list[Work]:
     return [work for (own, work), found in _MEASURES_OF.items() if own == kind and not set(found).isdisjoint(measures)]
 
 
-class System(NamedTuple):
-    """A row of the table."""
-
-    name: str
-    is_member: bool
-
-
 class Outcomes(NamedTuple):
     """What a system wrote, or which log-probabilities it gave, on a set.
 
     Attributes:
-        system: Whose they are.
+        system: Name of the member or configuration whose they are.
+        is_member: Whether it is a member alone.
         evaluation_set: The set.
         work: `"write"` or `"score"`.
-        found: For each example a response, or the natural log-probability of each continuation, with the seconds it took;
-            None where it did not run.
+        ran: By its place in the set, for each example that ran a response, or the natural log-probability of each
+            continuation, with the seconds it took.
     """
 
-    system: System
+    system: str
+    is_member: bool
     evaluation_set: EvaluationSet
     work: Work
-    found: list[tuple[Any, float] | None]
-
-    @property
-    def ran(self) -> dict[int, tuple[Any, float]]:
-        """What was found, by the places of the examples that ran."""
-        return {n: found for n, found in enumerate(self.found) if found is not None}
+    ran: dict[int, tuple[Any, float]]
 
 
 @dataclass(frozen=True)
@@ -101,83 +92,61 @@ def mark(outcomes: Sequence[Outcomes], measures: Collection[str]) -> list[Result
     Returns:
         The results by set, measure and system.
     """
-    results: list[Result] = []
-    groups: dict[tuple[str, str], list[tuple[Outcomes, _Values]]] = {}
+    groups: dict[tuple[str, str], list[Outcomes]] = defaultdict(list)
     for own in outcomes:
-        items = own.evaluation_set.items
         for measure in _MEASURES_OF[own.evaluation_set.kind, own.work]:
             if measure in measures:
-                values = {n: _value(measure, own.evaluation_set, items[n], found) for n, (found, _) in own.ran.items()}
-                groups.setdefault((own.evaluation_set.name, measure), []).append((own, values))
-    for (set_name, measure), group in groups.items():
-        items = group[0][0].evaluation_set.items
-        sizes = [_size(measure, item) for item in items]
-        estimates = [_estimate(measure, values, sizes) for _, values in group]
-        best = _best_member(measure, group, estimates)
-        for n, (own, values) in enumerate(group):
-            of_best = {} if best in (None, n) else group[best][1]
-            results.append(
-                Result(
-                    system=own.system.name,
-                    is_member=own.system.is_member,
-                    set_name=set_name,
-                    measure=measure,
-                    count=len(values),
-                    num_examples=len(items),
-                    estimate=estimates[n],
-                    difference=_difference(measure, values, of_best, sizes),
-                    num_without=sum(_has_none(measure, own, items[m], found) for m, (found, _) in own.ran.items()),
-                    seconds=math.fsum(seconds for _, seconds in own.ran.values()),
-                )
-            )
-    return results
+                groups[own.evaluation_set.name, measure].append(own)
+    return [result for (_, measure), group in groups.items() for result in _compare(measure, group)]
 
 
-_Values = dict[int, float]
-"""What each example that ran is worth, by its place in the set."""
+def _compare(measure: str, group: Sequence[Outcomes]) -> Iterator[Result]:
+    """The results of one measure on one set, each with its difference to the best member's."""
+    items = group[0].evaluation_set.items
+    is_bits = measure == "bits per byte"
+    sizes = [len(item.continuations[item.right].encode()) if is_bits else 1 for item in items]
+    # What each example that ran is worth, by its place in the set.
+    found = [{n: _value(measure, own.evaluation_set, items[n], x) for n, (x, _) in own.ran.items()} for own in group]
+    worth = [{place: value for place, (value, _) in values.items()} for values in found]
+    estimates = [_estimate(is_bits, values, sizes) for values in worth]
+    # The best of the members that ran on the most examples.
+    sign = -1 if is_bits else 1
+    members = [n for n, own in enumerate(group) if own.is_member and own.ran]
+    best = max(members, key=lambda n: (len(worth[n]), sign * estimates[n].value), default=-1)
+    for n, own in enumerate(group):
+        both = [] if best in (-1, n) else [place for place in worth[n] if place in worth[best]]
+        differences = [worth[n][place] - worth[best][place] for place in both]
+        most = math.inf if is_bits else 1.0
+        yield Result(
+            system=own.system,
+            is_member=own.is_member,
+            set_name=own.evaluation_set.name,
+            measure=measure,
+            count=len(own.ran),
+            num_examples=len(items),
+            estimate=estimates[n],
+            difference=ratio(differences, [sizes[place] for place in both], -most, most) if both else None,
+            num_without=sum(has_none for _, has_none in found[n].values()),
+            seconds=math.fsum(seconds for _, seconds in own.ran.values()),
+        )
 
 
-def _value(measure: str, evaluation_set: EvaluationSet, item: Item, found: Any) -> float:
-    """1 or 0 for shares, else bits."""
+def _value(measure: str, evaluation_set: EvaluationSet, item: Item, found: Any) -> tuple[float, bool]:
+    """1 or 0 for shares, else bits; and whether there is no probability at all."""
     if measure == "exact match":
-        return float(evaluation_set.is_right(found, item))
+        return float(evaluation_set.is_right(found, item)), False
     if measure == "bits per byte":
         # A probability of 1 may come out a little above.
-        return max(0.0, float(-found[item.right] / math.log(2)))
+        return max(0.0, -found[item.right] / math.log(2)), found[item.right] == -math.inf
     if max(found) == -math.inf:
-        return 0.0
+        return 0.0, True
     scores = found if measure == "accuracy" else [x / n for x, n in zip(found, item.lengths, strict=True)]
-    return float(scores.index(max(scores)) == item.right)
+    return float(scores.index(max(scores)) == item.right), False
 
 
-def _size(measure: str, item: Item) -> int:
-    return len(item.continuations[item.right].encode()) if measure == "bits per byte" else 1
-
-
-def _has_none(measure: str, outcomes: Outcomes, item: Item, found: Any) -> bool:
-    if outcomes.work == "write":
-        return False
-    return bool((found[item.right] if measure == "bits per byte" else max(found)) == -math.inf)
-
-
-def _estimate(measure: str, values: _Values, sizes: Sequence[int]) -> Estimate:
+def _estimate(is_bits: bool, values: dict[int, float], sizes: Sequence[int]) -> Estimate:
     if not values:
         return NO_ESTIMATE
-    if measure == "bits per byte":
+    if is_bits:
         return ratio(list(values.values()), [sizes[n] for n in values], least=0.0)
     return share(int(sum(values.values())), len(values))
-
-
-def _difference(measure: str, values: _Values, others: _Values, sizes: Sequence[int]) -> Estimate | None:
-    both = [n for n in values if n in others]
-    if not both:
-        return None
-    most = math.inf if measure == "bits per byte" else 1.0
-    return ratio([values[n] - others[n] for n in both], [sizes[n] for n in both], -most, most)
-
-
-def _best_member(measure: str, group: Sequence[tuple[Outcomes, _Values]], estimates: Sequence[Estimate]) -> int | None:
-    """Place of the best member among those that ran on the most examples."""
-    sign = -1 if measure == "bits per byte" else 1
-    members = [n for n, (own, values) in enumerate(group) if own.system.is_member and values]
-    return max(members, key=lambda n: (len(group[n][1]), sign * estimates[n].value), default=None)

@@ -10,13 +10,29 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigurationError
 from ..files import check_ending, whole_file
 from ..tables import aligned
 from .intervals import NO_ESTIMATE, Estimate
 from .marking import Outcomes, Result, mark
-from .plots import draw
 
 TABLE_ENDINGS = (".md", ".txt", ".csv", ".json")
+PLOT_ENDINGS = (".svg", ".png", ".pdf")
+
+
+def check_plot(path: Path) -> None:
+    """Check that a plot can be written.
+
+    Raises:
+        ConfigurationError: If it cannot.
+    """
+    check_ending(path, PLOT_ENDINGS)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(
+            'a plot needs `matplotlib`, which is not installed: `pip install "hf_ensemble[plot]"`.'
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -48,17 +64,13 @@ class Evaluation:
         """
         seconds: dict[str, float] = {}
         for own in outcomes:
-            new = math.fsum(spent for _, spent in own.ran.values())
-            seconds[own.system.name] = seconds.get(own.system.name, 0.0) + new
-        is_complete = all(len(own.ran) == len(own.found) for own in outcomes)
+            seconds[own.system] = seconds.get(own.system, 0.0) + math.fsum(spent for _, spent in own.ran.values())
+        is_complete = all(len(own.ran) == len(own.evaluation_set.items) for own in outcomes)
         return cls(tuple(mark(outcomes, measures)), is_complete, seconds, tuple(unmeasured))
 
     def __getitem__(self, key: tuple[str, str, str]) -> Result:
         """The result of a set, a measure and a system."""
-        for result in self.results:
-            if (result.set_name, result.measure, result.system) == key:
-                return result
-        raise KeyError(key)
+        return {(result.set_name, result.measure, result.system): result for result in self.results}[key]
 
     def __str__(self) -> str:
         """One line a result."""
@@ -67,9 +79,7 @@ class Evaluation:
             value, interval = _written(result.measure, result.estimate)
             difference, of_difference = _written(result.measure, result.difference, signed=True)
             of_all = "" if result.count == result.num_examples else f" of {result.num_examples}"
-            count = f"{result.count}{of_all}"
-            if result.num_without:
-                count += f", {result.num_without} without probability"
+            count = ", ".join([f"{result.count}{of_all}", *_without(result)])
             head = [result.set_name, result.measure, result.system]
             rows.append([*head, value, interval, difference, of_difference, count, f"{result.seconds:.1f}"])
         return "\n".join([aligned(rows), *self._remarks()])
@@ -79,8 +89,7 @@ class Evaluation:
 
         A star marks values whose difference to the best member has an interval without 0.
         """
-        columns = list(dict.fromkeys((result.set_name, result.measure) for result in self.results))
-        systems = list(dict.fromkeys(result.system for result in self.results))
+        columns, systems = self._columns_and_systems()
         cells = {(result.set_name, result.measure, result.system): _cell(result) for result in self.results}
         titles = [f"{name}, {measure}{'' if measure == 'bits per byte' else ', %'}" for name, measure in columns]
         lines = [["", *titles, "seconds"], ["---"] * (len(columns) + 2)]
@@ -89,6 +98,11 @@ class Evaluation:
             lines.append([system, *own, f"{self.seconds[system]:.0f}"])
         table = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
         return "".join(f"{line}\n" for line in [*table, *(part for text in self._remarks() for part in ("", text))])
+
+    def _columns_and_systems(self) -> tuple[list[tuple[str, str]], list[str]]:
+        """Sets with their measures, and systems, each once."""
+        columns = dict.fromkeys((result.set_name, result.measure) for result in self.results)
+        return list(columns), list(dict.fromkeys(result.system for result in self.results))
 
     def _remarks(self) -> list[str]:
         return [f"nothing to measure in {name}: none of these measures is for such a set" for name in self.unmeasured]
@@ -107,8 +121,7 @@ class Evaluation:
         ending = check_ending(path, TABLE_ENDINGS)
         if ending == ".csv":
             buffer = io.StringIO()
-            columns = _record(Result("", False, "", "", 0, 0, NO_ESTIMATE, None, 0, 0.0))
-            writer = csv.DictWriter(buffer, fieldnames=columns)
+            writer = csv.DictWriter(buffer, _record(Result("", False, "", "", 0, 0, NO_ESTIMATE, None, 0, 0.0)))
             writer.writeheader()
             writer.writerows(self.to_records())
             text = buffer.getvalue()
@@ -128,7 +141,26 @@ class Evaluation:
         Raises:
             ConfigurationError: If `matplotlib` is not installed, or the file has another ending.
         """
-        draw(self.results, Path(path))
+        path = Path(path)
+        check_plot(path)
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        columns, systems = self._columns_and_systems()
+        width = min(3, len(columns)) or 1
+        height = -(-len(columns) // width) or 1
+        with matplotlib.rc_context({"svg.hashsalt": "hf_ensemble", "svg.fonttype": "none", "font.size": 9}):
+            figure = Figure((1.5 + 2.6 * width, height * (0.9 + 0.25 * len(systems))), layout="constrained")
+            panels = figure.subplots(height, width, sharey=True, squeeze=False).flat
+            if not columns:
+                figure.suptitle("nothing to measure")
+            for axes, column in zip(panels, columns, strict=False):
+                _draw_panel(axes, [r for r in self.results if (r.set_name, r.measure) == column], systems)
+            for axes in list(figure.axes)[len(columns) :]:
+                axes.set_visible(False)
+            metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(path.suffix[1:])
+            with whole_file(path) as unfinished:
+                figure.savefig(unfinished, format=path.suffix[1:], metadata=metadata)
 
 
 def _record(result: Result) -> dict[str, Any]:
@@ -168,9 +200,30 @@ def _cell(result: Result) -> str:
     difference = result.difference
     if difference is not None and (difference.low > 0 or difference.high < 0):
         text += " *"
-    notes = []
-    if result.count < result.num_examples:
-        notes.append(f"{result.count} of {result.num_examples} run")
-    if result.num_without:
-        notes.append(f"{result.num_without} without probability")
-    return text + (f" [{', '.join(notes)}]" if notes else "")
+    partly = [f"{result.count} of {result.num_examples} run"] if result.count < result.num_examples else []
+    notes = ", ".join([*partly, *_without(result)])
+    return f"{text} [{notes}]" if notes else text
+
+
+def _without(result: Result) -> list[str]:
+    return [f"{result.num_without} without probability"] if result.num_without else []
+
+
+def _draw_panel(axes: Any, results: Sequence[Result], systems: Sequence[str]) -> None:
+    measure = results[0].measure
+    factor = 1 if measure == "bits per byte" else 100
+    for result in results:
+        value, low, high = (factor * number for number in result.estimate)
+        if math.isfinite(value):
+            errors = [[value - low], [high - value]] if math.isfinite(low) else None
+            color = "tab:gray" if result.is_member else "tab:blue"
+            axes.errorbar(value, systems.index(result.system), xerr=errors, fmt="o", color=color, capsize=3)
+    members = [r.estimate.value for r in results if r.is_member and math.isfinite(r.estimate.value)]
+    if members:
+        best = min(members) if measure == "bits per byte" else max(members)
+        axes.axvline(factor * best, color="tab:gray", linestyle=":", linewidth=1)
+    axes.set_title(f"{results[0].set_name} ({results[0].num_examples})")
+    axes.set_xlabel(measure if factor == 1 else f"{measure}, %")
+    axes.set_yticks(range(len(systems)), systems)
+    axes.set_ylim(len(systems) - 0.5, -0.5)
+    axes.grid(axis="x", alpha=0.3)

@@ -1,6 +1,7 @@
 """Running an ensemble and its members over evaluation sets, so that the work can be stopped and go on."""
 
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
@@ -12,12 +13,9 @@ from ..dev_set import run_batches
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
 from ..state_file import StateFile, describe_generation_config, describe_member, hash_of
-from .marking import MEASURES, Outcomes, System, Work, works_for
+from .marking import MEASURES, Outcomes, Work, works_for
 from .results import Evaluation
 from .sets import EvaluationSet, Item
-
-_FORMAT = 1
-"""Part of every line of a state file: raise it when what is kept of an example can change."""
 
 
 class Configuration(NamedTuple):
@@ -27,71 +25,66 @@ class Configuration(NamedTuple):
     weights: Sequence[float] | None = None
 
 
-class _Runner(NamedTuple):
-    """A member or a configuration, with what is run for it.
+class _Job(NamedTuple):
+    """One kind of work on one set, by a member or a configuration.
 
     Attributes:
-        system: Its row of the table.
+        name: What the table calls who does it.
+        member: Number of the member; None for a configuration.
         model: The ensemble, or the member as an ensemble of one.
         method: Its method.
         weights: Its mixing weights.
-        member: Number of the member; None for a configuration.
+        evaluation_set: The set.
+        work: The work.
+        max_new_tokens: Most ids of an answer.
     """
 
-    system: System
+    name: str
+    member: int | None
     model: EnsembleForCausalLM
     method: MethodConfig
     weights: list[float]
-    member: int | None
-
-
-class _Job(NamedTuple):
-    """One kind of work on one set by one of those that are compared."""
-
     evaluation_set: EvaluationSet
     work: Work
-    runner: _Runner
     max_new_tokens: int
 
     def label(self) -> dict[str, Any]:
         """What the outcome of an example depends on, beside the example and the members."""
-        _, _, method, weights, member = self.runner
+        method = self.method
         if self.work == "score" and method.likelihoods_ignore_options:
             method = type(method)()
-        who = {"method": method.to_dict(), "weights": weights} if member is None else {"member": member}
-        if self.work == "score":
-            return {"work": self.work, **who}
-        stops = self.evaluation_set.stop_strings
-        return {"work": self.work, **who, "max_new_tokens": self.max_new_tokens, "stop_strings": stops}
+        alone = self.member is not None
+        who = {"member": self.member} if alone else {"method": method.to_dict(), "weights": self.weights}
+        return {"work": self.work, **who, **self.limits}
 
-    def keys(self) -> list[str]:
-        """For each example what tells it from others."""
-        scored = self.work == "score"
-        return [hash_of([item.prompt, *(item.continuations if scored else ())]) for item in self.evaluation_set.items]
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Where a text ends that is written."""
+        if self.work == "score":
+            return {}
+        return {"max_new_tokens": self.max_new_tokens, "stop_strings": self.evaluation_set.stop_strings}
+
+    def texts(self, item: Item) -> tuple[str, ...]:
+        """What is read of an example: its prompt, and the continuations that are scored."""
+        return (item.prompt, *(item.continuations if self.work == "score" else ()))
 
     def length(self, item: Item) -> int:
         """Number of characters that are read of an example."""
-        return len(item.prompt) + (max(map(len, item.continuations)) if self.work == "score" else 0)
+        prompt, *continuations = self.texts(item)
+        return len(prompt) + max(map(len, continuations), default=0)
 
     def run(self, items: Sequence[Item], batch_size: int) -> Iterator[list[Any]]:
         """Yield the outcomes of batches of examples, in their order."""
-        model = self.runner.model
-        options: dict[str, Any] = {
-            "method": self.runner.method,
-            "weights": self.runner.weights,
-            "batch_size": batch_size,
-        }
+        options = {"method": self.method, "weights": self.weights, "batch_size": batch_size, **self.limits}
         if self.work == "write":
-            prompts = [item.prompt for item in items]
-            options |= {"max_new_tokens": self.max_new_tokens, "stop_strings": self.evaluation_set.stop_strings}
-            yield from run_batches(model, prompts, **options)
+            yield from run_batches(self.model, [item.prompt for item in items], **options)
             return
         per_batch = max(1, batch_size // len(items[0].continuations))
         for start in range(0, len(items), per_batch):
             batch = items[start : start + per_batch]
             prompts = [item.prompt for item in batch for _ in item.continuations]
             continuations = [text for item in batch for text in item.continuations]
-            log_probs = iter(model.score(prompts, continuations, **options).log_probs.tolist())
+            log_probs = iter(self.model.score(prompts, continuations, **options).log_probs.tolist())
             yield [[next(log_probs) for _ in item.continuations] for item in batch]
 
 
@@ -144,13 +137,19 @@ def evaluate(
         MemberError: If a member fails.
     """
     sets = [sets] if isinstance(sets, EvaluationSet) else list(sets)
-    _check(sets, measures, time_limit)
+    names = [evaluation_set.name for evaluation_set in sets]
+    if not sets or len(set(names)) < len(names):
+        raise ConfigurationError(f"`sets` have to be at least one, with different names, but are {names}.")
+    if not measures or not set(measures) <= set(MEASURES):
+        raise ConfigurationError(f"`measures` have to be of {', '.join(MEASURES)}, but are {list(measures)}.")
+    if time_limit is not None and not time_limit > 0:
+        raise ConfigurationError(f"`time_limit` has to be a positive number of seconds, but is {time_limit!r}.")
     check_positive_integer("max_new_tokens", max_new_tokens)
     check_positive_integer("batch_size", batch_size)
     runners = _runners(ensemble, configurations, members)
     kept = _Kept(ensemble, state_file)
     jobs = [
-        _Job(evaluation_set, work, runner, max_new_tokens)
+        _Job(*runner, evaluation_set, work, max_new_tokens)
         for evaluation_set in sets
         for work in works_for(evaluation_set.kind, measures)
         for runner in runners
@@ -160,38 +159,27 @@ def evaluate(
     total = sum(len(job.evaluation_set.items) for job in jobs)
     with logging.tqdm(total=total, desc="evaluating", unit="example") as bar:
         for job in jobs:
-            label, keys = job.label(), job.keys()
-            known = kept.of(label)
+            label, keys = job.label(), [hash_of(job.texts(item)) for item in job.evaluation_set.items]
+            known = kept.known[hash_of(label)]
             missing = {key: item for key, item in zip(keys, job.evaluation_set.items, strict=True) if key not in known}
-            bar.set_postfix_str(f"{job.evaluation_set.name}, {job.runner.system.name}")
+            bar.set_postfix_str(f"{job.evaluation_set.name}, {job.name}")
             bar.update(len(keys) - len(missing))
             # The longest first, so that batches are even, and memory that does not suffice is missed at once.
-            order = sorted(missing, key=lambda key: -job.length(missing[key]))
-            batches = job.run([missing[key] for key in order], batch_size)
-            done = 0
+            waiting = sorted(missing, key=lambda key: -job.length(missing[key]))
+            batches = job.run([missing[key] for key in waiting], batch_size)
             # A batch like the longest so far has to end in time.
-            while done < len(order) and (time_limit is None or time.perf_counter() - began + longest < time_limit):
+            while waiting and (time_limit is None or time.perf_counter() - began + longest < time_limit):
                 batch_began = time.perf_counter()
                 batch = next(batches)
                 seconds = time.perf_counter() - batch_began
                 longest = max(longest, seconds)
-                kept.add(label, dict(zip(order[done : done + len(batch)], batch, strict=True)), seconds)
-                done += len(batch)
+                kept.add(label, dict(zip(waiting[: len(batch)], batch, strict=True)), seconds)
+                del waiting[: len(batch)]
                 bar.update(len(batch))
-            found = [known.get(key) for key in keys]
-            outcomes.append(Outcomes(job.runner.system, job.evaluation_set, job.work, found))
+            ran = {n: known[key] for n, key in enumerate(keys) if key in known}
+            outcomes.append(Outcomes(job.name, job.member is not None, job.evaluation_set, job.work, ran))
     unmeasured = [evaluation_set.name for evaluation_set in sets if not works_for(evaluation_set.kind, measures)]
     return Evaluation.from_outcomes(outcomes, measures, unmeasured)
-
-
-def _check(sets: Sequence[EvaluationSet], measures: Collection[str], time_limit: float | None) -> None:
-    names = [evaluation_set.name for evaluation_set in sets]
-    if not sets or len(set(names)) < len(names):
-        raise ConfigurationError(f"`sets` have to be at least one, with different names, but are {names}.")
-    if not measures or not set(measures) <= set(MEASURES):
-        raise ConfigurationError(f"`measures` have to be of {', '.join(MEASURES)}, but are {list(measures)}.")
-    if time_limit is not None and not time_limit > 0:
-        raise ConfigurationError(f"`time_limit` has to be a positive number of seconds, but is {time_limit!r}.")
 
 
 class _Kept:
@@ -199,19 +187,17 @@ class _Kept:
 
     def __init__(self, ensemble: EnsembleForCausalLM, path: str | PathLike[str] | None):
         self._state = None
-        self._known: dict[str, dict[str, tuple[Any, float]]] = {}
+        # By label, what is there of the examples by their keys.
+        self.known: dict[str, dict[str, tuple[Any, float]]] = defaultdict(dict)
         if path is not None:
             settings = {
-                "format": _FORMAT,
+                # Raised when what is kept of an example can change.
+                "format": 1,
                 "members": [describe_member(member) for member in ensemble.member_views],
                 "generation config": [describe_generation_config(model) for model in (ensemble, *ensemble.members)],
             }
             self._state = StateFile(path, settings, work="evaluation")
             self._state.read(self._remember)
-
-    def of(self, label: dict[str, Any]) -> dict[str, tuple[Any, float]]:
-        """What is there of a label, by the examples' keys; grows with `add`."""
-        return self._known.setdefault(hash_of(label), {})
 
     def add(self, label: dict[str, Any], outcomes: dict[str, Any], seconds: float) -> None:
         """Keep the outcomes of a batch."""
@@ -223,16 +209,16 @@ class _Kept:
     def _remember(self, part: dict[str, Any]) -> None:
         outcomes = dict(part["outcomes"])
         each = float(part["seconds"]) / max(1, len(outcomes))
-        self.of(part["label"]).update((key, (outcome, each)) for key, outcome in outcomes.items())
+        self.known[hash_of(part["label"])].update((key, (outcome, each)) for key, outcome in outcomes.items())
 
 
 def _runners(
     ensemble: EnsembleForCausalLM, configurations: Mapping[str, Configuration] | None, members: bool
-) -> list[_Runner]:
-    """The members alone, if they are asked for, and the configurations."""
+) -> list[tuple[str, int | None, EnsembleForCausalLM, MethodConfig, list[float]]]:
+    """What jobs begin with: the members alone, if they are asked for, and the configurations."""
     views = ensemble.member_views
-    runners = [
-        _Runner(System(view.name, True), ensemble.alone(index), method_config("gac"), [1.0], index)
+    runners: list[Any] = [
+        (view.name, index, ensemble.alone(index), method_config("gac"), [1.0])
         for index, view in enumerate(views if members else ())
     ]
     if configurations is None:
@@ -242,8 +228,8 @@ def _runners(
         own.check_members(len(views))
         given = ensemble.config.weights if weights is None else weights
         own_weights = normalize_weights(given, len(views), own.takes_weights_as_given)
-        runners.append(_Runner(System(name, False), ensemble, own, own_weights, None))
-    taken = [runner.system.name for runner in runners]
+        runners.append((name, None, ensemble, own, own_weights))
+    taken = [runner[0] for runner in runners]
     if len(set(taken)) < len(taken):
         raise ConfigurationError(f"members and configurations must have different names, but are {taken}.")
     return runners

@@ -136,9 +136,7 @@ def read_set(
     else:
         name = "examples" if name is None else name
         records = list(source)
-    head = ""
-    if worked_examples is not None:
-        head = read_text(worked_examples).rstrip() + "\n\n"
+    head = "" if worked_examples is None else read_text(worked_examples).rstrip() + "\n\n"
     kind: Kind | None = None
     items: list[Item] = []
     damaged = []
@@ -176,7 +174,7 @@ def read_set(
 
 def _item(record: Mapping[str, Any], head: str, cue: str) -> tuple[Kind, Item]:
     if "text" in record:
-        return "texts", Item(head + _text(record.get("prompt", ""), may_be_empty=True), (_text(record["text"]),))
+        return "texts", Item(head + record.get("prompt", ""), (_text(record["text"]),))
     is_asked = "question" in record
     prompt = head + (f"Question: {_text(record['question'])}{cue}" if is_asked else _text(record["prompt"]))
     space = "" if prompt[-1].isspace() else " "
@@ -194,7 +192,7 @@ def _item(record: Mapping[str, Any], head: str, cue: str) -> tuple[Kind, Item]:
     return "questions", Item(prompt, (space + accepted[0],), accepted=accepted)
 
 
-def _text(value: Any, may_be_empty: bool = False) -> str:
-    if not isinstance(value, str) or not (value.strip() or may_be_empty):
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
         raise TypeError("a text that is not empty")
     return value

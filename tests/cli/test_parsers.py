@@ -11,8 +11,7 @@ import pytest
 from hf_ensemble.cli import parsers
 from hf_ensemble.dev_set import METRICS
 from hf_ensemble.evaluation.marking import MEASURES
-from hf_ensemble.evaluation.plots import PLOT_ENDINGS
-from hf_ensemble.evaluation.results import TABLE_ENDINGS
+from hf_ensemble.evaluation.results import PLOT_ENDINGS, TABLE_ENDINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "numpy")

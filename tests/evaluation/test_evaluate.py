@@ -8,7 +8,7 @@ import torch
 
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, GacConfig, SweetSpanConfig
 from hf_ensemble.evaluation import Configuration, Evaluation, evaluate, read_set
-from hf_ensemble.evaluation.marking import MEASURES, Outcomes, System
+from hf_ensemble.evaluation.marking import MEASURES, Outcomes
 from hf_ensemble.evaluation.results import TABLE_ENDINGS
 from tests.contracts import Recipe
 
@@ -253,7 +253,7 @@ def outcomes_of(kind, count, values=None):
                 given.append(
                     (item.accepted[0] if n and work == "write" else " x" if work == "write" else log_probs, 0.1)
                 )
-            found.append(Outcomes(System(name, n < 2), one, work, given))
+            found.append(Outcomes(name, n < 2, one, work, dict(enumerate(given))))
     return found
 
 
