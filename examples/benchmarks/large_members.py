@@ -27,9 +27,8 @@ from tqdm import tqdm
 
 from hf_ensemble import EnsembleForCausalLM
 from hf_ensemble.config import method_config
-from hf_ensemble.members.contexts import PlainContext
 from hf_ensemble.members.member import Member
-from hf_ensemble.members.state import MemberState
+from hf_ensemble.members.state import MemberState, PlainContext
 from hf_ensemble.methods.captured import CapturedMix
 
 NUM_PROFILED = 12

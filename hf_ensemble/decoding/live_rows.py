@@ -197,7 +197,7 @@ class LiveRows:
         self.live = [self.live[place] for place in kept]
         self._place_of = {row: place for place, row in enumerate(self.live)}
         for state in self.states.values():
-            state.select(kept, [state.contexts[place] for place in kept])
+            state.select(kept)
 
     def without_room(self, ends: Sequence[int]) -> set[int]:
         """Rows that have to end because a member has no position left for what was just written; a warning says so.

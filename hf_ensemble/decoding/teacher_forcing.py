@@ -112,8 +112,7 @@ class ForcedMember:
         """
         live = [row for row in self._live if self._texts[row].num_steps > start]
         if live != self._live:
-            places = [self._live.index(row) for row in live]
-            self._state.select(places, [self._state.contexts[place] for place in places])
+            self._state.select([self._live.index(row) for row in live])
             self._live = live
         self._logits, self._place_of = [], {}
         if not live:

@@ -188,10 +188,10 @@ class MemberState(Generic[C]):
             places, of_fork = torch.tensor(taken, device=own.device).T
             self._logits = own.index_copy(0, places, new[of_fork])
 
-    def select(self, rows: Sequence[int], contexts: Sequence[C]) -> None:
+    def select(self, rows: Sequence[int], contexts: Sequence[C] | None = None) -> None:
         """Keep, repeat or drop rows: row n continues from what was row `rows[n]`, and now follows `contexts[n]`.
 
-        Where no row moves, nothing is waited for.
+        Where no row moves, nothing is waited for. Default: every row follows what it did.
         """
         if list(rows) != list(range(len(self.contexts))):
             self._collect()
@@ -200,7 +200,7 @@ class MemberState(Generic[C]):
             self._has_logits = [self._has_logits[row] for row in rows]
             if self._logits is not None:
                 self._logits = self._logits[torch.tensor(list(rows), device=self._logits.device, dtype=torch.long)]
-        self.contexts = list(contexts)
+        self.contexts = [self.contexts[row] for row in rows] if contexts is None else list(contexts)
 
 
 def padded_left(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:

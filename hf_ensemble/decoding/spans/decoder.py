@@ -5,17 +5,17 @@ Reference:
     (https://arxiv.org/abs/2409.18583).
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from transformers import LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ... import messages
 from ...errors import MemberError
 from ...members.member import Member
 from ...methods.base import eos_ids_of
-from ...methods.sweetspan import SweetSpanConfig
+from ...methods.sweetspan import SweetSpanConfig, choose_span
 from ...recording.decisions import Decisions
 from ...recording.spans import SpanCandidate, SpanRound, decisions_of_rounds
 from ...vocabulary.encoding import split_begun_character
@@ -23,9 +23,8 @@ from ..call import Call, end_ids
 from ..loop import Loop
 from ..prompts import expand_prompts, read_prompts
 from ..text_warnings import warn_of_losses
-from .propose import Proposal, Proposer
-from .score import Offer, choose, primary_ids, read, score
-from .state import Participant, SpanRow
+from .participant import Participant, primary_ids
+from .state import Offer, Proposal, SpanRow
 
 
 @dataclass
@@ -68,19 +67,16 @@ class SpanDecoder:
         self._primary_eos = set(eos_ids[0])
         self._end_ids = [i for i in eos_ids[0] if members[0].is_control(i)]
         self._max_new = loop.max_new_tokens
-        self._min_new = max(settings.min_new_tokens or 0, (settings.min_length or 0) - loop.input_ids.shape[1])
-        processors = LogitsProcessorList(loop.processors)
-        self._proposer = Proposer(self._encoder, self._config, processors, bool(settings.do_sample), self._min_new)
+        min_new_tokens = max(settings.min_new_tokens or 0, (settings.min_length or 0) - loop.input_ids.shape[1])
         prompts = read_prompts(members, participants, "append", loop.input_ids, loop.mask, call.own_prompts)
-        self._participants = [
-            Participant(index, members[index], eos_ids[index], of_prompts, settings.use_cache is not False)
+        self._states = {
+            index: Participant(call, loop, index, eos_ids[index], of_prompts)
             for index, of_prompts in prompts.contexts.items()
-        ]
-        expand_prompts({one.index: one.state for one in self._participants}, prompts.prompt_of_row)
-        for one in self._participants:
-            one.contexts = list(one.state.contexts)
+        }
+        self._participants = list(self._states.values())
+        expand_prompts(self._states, prompts.prompt_of_row)
         self._rows = [
-            SpanRow(number, split_begun_character(prompts.texts[prompt])[1])
+            SpanRow(number, split_begun_character(prompts.texts[prompt])[1], min_new_tokens)
             for number, prompt in enumerate(prompts.prompt_of_row)
         ]
         # The rows that take part in the next round. A row's place is its index among them, for all members alike.
@@ -114,11 +110,11 @@ class SpanDecoder:
     def decide_round(self) -> None:
         """Decide one more span in every row that takes part: propose, score, choose, append."""
         before = [one.num_forwards for one in self._participants]
-        proposals = {one.index: self._proposer.propose(one, self._live) for one in self._participants}
+        proposals = {one.index: one.propose(self._live) for one in self._participants}
         candidates = [self._candidates(place, proposals) for place in range(len(self._live))]
         offers = [self._offers(place, of_row, proposals) for place, of_row in enumerate(candidates)]
         for one in self._participants:
-            score(one, self._live, proposals[one.index], offers)
+            one.score(self._live, proposals[one.index], offers)
         num_forwards = [0] * len(self._members)
         for one, count in zip(self._participants, before, strict=True):
             num_forwards[one.index] = one.num_forwards - count
@@ -154,7 +150,7 @@ class SpanDecoder:
 
     def _ends_too_early(self, place: int, data: bytes) -> bool:
         """Whether a span holds an id that ends the primary's text before it may end."""
-        missing = self._min_new - self._live[place].num_decided
+        missing = self._live[place].num_missing
         return missing > 0 and not self._primary_eos.isdisjoint((self._encoder.encode(data) or [])[:missing])
 
     def _no_candidate(self, place: int, proposed: Iterable[tuple[bytes, bool]]) -> MemberError:
@@ -184,8 +180,7 @@ class SpanDecoder:
         offers = []
         for candidate in candidates:
             readings = {
-                one.index: read(one.contexts[place], one.index, candidate, proposals[one.index][place])
-                for one in self._participants
+                one.index: one.read(place, candidate, proposals[one.index][place]) for one in self._participants
             }
             offers.append(Offer(candidate, readings))
         for one in self._taking_part(place):
@@ -207,8 +202,7 @@ class SpanDecoder:
         if not offers:
             row.has_ended = True
             return None
-        members = [one.index for one in self._taking_part(place)]
-        number, candidates = choose(offers, members, len(self._members), self._config)
+        number, candidates = self._choose(place, offers)
         winner, reading = candidates[number], offers[number].readings.get(0)
         ids = self._encoder.encode_context_bytes(winner.data) if reading is None else reading.ids
         if winner.has_eos:
@@ -218,9 +212,23 @@ class SpanDecoder:
         row.decide(SpanRound(tuple(candidates), number, tuple(num_forwards)), ids)
         return offers[number]
 
+    def _choose(self, place: int, offers: Sequence[Offer]) -> tuple[int, list[SpanCandidate]]:
+        """The index of the candidate that is chosen, and all with their scores; without, if there is only one."""
+        candidates = [offer.candidate for offer in offers]
+        if len(offers) == 1:
+            return 0, candidates
+        kind, members = self._config.score, {one.index for one in self._taking_part(place)}
+        scores = [
+            tuple(offer.score(n, kind) if n in members else None for n in range(len(self._members)))
+            for offer in offers
+        ]
+        choice = choose_span(scores, self._config.filter_ratio, kind)
+        scored = zip(candidates, scores, choice.filtered, strict=True)
+        return choice.winner, [dataclasses.replace(item, scores=row, filtered=out) for item, row, out in scored]
+
     def _settle(self) -> None:
         """Warn of what members do not read exactly, and let only rows go on that need more."""
-        warn_of_losses({one.index: one.state for one in self._participants}, self._warned_lossy)
+        warn_of_losses(self._states, self._warned_lossy)
         self._keep([place for place in range(len(self._live)) if self._goes_on(place)])
 
     def _goes_on(self, place: int) -> bool:
@@ -244,4 +252,4 @@ class SpanDecoder:
             return
         self._live = [self._live[place] for place in places]
         for one in self._participants:
-            one.keep(places)
+            one.select(places)

@@ -1,20 +1,15 @@
-"""What a call by spans keeps from round to round: what its rows hold, and how far its members have read."""
+"""What a call by spans keeps of its rows, and what members wrote and read there."""
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...members.member import Member
-from ...members.state import MemberState
-from ...recording.spans import SpanRound
+from ...methods.sweetspan import SpanScore, span_score
+from ...recording.spans import SpanCandidate, SpanRound
 from ...vocabulary.context import MemberContext
-from ...vocabulary.token_bytes import TEXT
-from ..own_log_probs import OwnLogProbs
+from ...vocabulary.words import Span
 
 
 @dataclass
@@ -24,6 +19,8 @@ class SpanRow:
     Attributes:
         number: Its number.
         begun: Bytes of the character inside which the prompt ends, until a span completes it.
+        min_new_tokens: Number of the primary's ids before which its text may not end.
+        num_decided: Number of the primary's ids that were decided.
         has_ended: Whether its text has ended.
         decided: Its rounds, each with the primary's ids that it came to.
         queue: Those of them that are not written yet.
@@ -31,14 +28,16 @@ class SpanRow:
 
     number: int
     begun: bytes
+    min_new_tokens: int = 0
+    num_decided: int = 0
     has_ended: bool = False
     decided: list[tuple[SpanRound, Sequence[int]]] = field(default_factory=list)
     queue: deque[int] = field(default_factory=deque)
 
     @property
-    def num_decided(self) -> int:
-        """Number of the primary's ids that were decided."""
-        return sum(len(ids) for _, ids in self.decided)
+    def num_missing(self) -> int:
+        """How many more of the primary's ids it must hold before its text may end."""
+        return self.min_new_tokens - self.num_decided
 
     @property
     def where(self) -> str:
@@ -55,6 +54,7 @@ class SpanRow:
         if one.candidates[one.winner].data:
             self.begun = b""
         self.decided.append((one, ids))
+        self.num_decided += len(ids)
         self.queue.extend(ids)
 
     def written(self) -> list[tuple[SpanRound, Sequence[int]]]:
@@ -66,6 +66,27 @@ class SpanRow:
                 written.append((one, ids[:num_left]))
             num_left -= len(ids)
         return written
+
+
+@dataclass
+class Proposal:
+    """What a member wrote in one row.
+
+    Attributes:
+        span: The span.
+        ids: The ids that it wrote, up to the one that completed the span.
+        log_probs: That of each id.
+        eos_log_probs: That of all EOS ids together, in place of each id.
+        best_eos: The best EOS id in place of each id.
+        first_log_probs: Log-probabilities of the first id, of shape `(vocab_size,)`.
+    """
+
+    span: Span
+    ids: list[int]
+    log_probs: list[float]
+    eos_log_probs: list[float]
+    best_eos: list[int]
+    first_log_probs: Tensor
 
 
 @dataclass
@@ -89,87 +110,26 @@ class Reading:
     fork_row: int | None = None
 
 
-class Participant:
-    """A member in the rounds of one call.
-
-    Args:
-        index: Its number.
-        member: The member.
-        eos_ids: The ids that end its texts.
-        contexts: What it reads of each prompt.
-        use_cache: Whether it keeps a cache.
+@dataclass
+class Offer:
+    """A candidate in one row.
 
     Attributes:
-        contexts: For each live row, what it has read: all that was decided so far.
-        state: Its caches. They follow its drafts while it proposes, and then `contexts` again.
-        max_length: Number of ids that it has positions for; infinite without a limit.
-        log_probs: Turns its logits into log-probabilities over its ids.
+        candidate: The candidate.
+        readings: How the members read it, by their numbers.
     """
 
-    def __init__(
-        self, index: int, member: Member, eos_ids: Sequence[int], contexts: Sequence[MemberContext], use_cache: bool
-    ):
-        self.index = index
-        self.member = member
-        self.eos_ids = list(eos_ids)
-        self.contexts = list(contexts)
-        self.state: MemberState[Any] = MemberState(member, contexts, None if use_cache else "recompute")
-        self.max_length = math.inf if member.max_positions is None else member.max_positions
-        self.log_probs = OwnLogProbs(member)
-        control_eos = [i for i in eos_ids if member.is_control(i)]
-        may_be_written = member.encoder.token_bytes.kinds == TEXT
-        may_be_written[control_eos] = True
-        self._is_no_text = torch.as_tensor(~may_be_written, device=member.device)
-        self._control_eos = torch.tensor(control_eos, dtype=torch.long, device=member.device)
-        self._fork: MemberState[Any] | None = None
-        self._num_fork_forwards = 0
+    candidate: SpanCandidate
+    readings: dict[int, Reading]
 
-    @property
-    def num_forwards(self) -> int:
-        """Number of forward passes so far."""
-        return self.state.num_forwards + self._num_fork_forwards
-
-    def eos_log_probs(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability of all EOS ids together, and the best of them (-1 for none), each of shape `(batch_size,)`."""
-        if not len(self._control_eos):
-            nothing = log_probs[:, 0]
-            return torch.full_like(nothing, -torch.inf), torch.full_like(nothing, -1, dtype=torch.long)
-        at_eos = log_probs[:, self._control_eos]
-        return at_eos.logsumexp(-1), self._control_eos[at_eos.argmax(-1)]
-
-    def allowed(self, logits: Tensor) -> Tensor:
-        """Logits of what may be proposed, text and the end of it, of shape `(batch_size, vocab_size)`; a new tensor."""
-        return logits.float().masked_fill(self._is_no_text, -torch.inf)
-
-    def read_beside(self, readings: Sequence[tuple[int, Reading]]) -> list[Tensor]:
-        """Read candidates in one forward pass, in rows that branch off from those where they were offered.
+    def score(self, member: int, score: SpanScore) -> float:
+        """A member's score of the candidate, EOS counted as one byte.
 
         Args:
-            readings: The candidates, each with the place of its row among the live ones.
-
-        Returns:
-            For each candidate the logits after its ids, of shape `(num_ids, vocab_size)`.
+            member: The member's number.
+            score: Which score.
         """
-        if not readings:
-            return []
-        places, contexts = zip(*((place, reading.context) for place, reading in readings), strict=True)
-        fork = self._fork = self.state.fork(places, contexts)
-        logits = fork.logits([max(2, len(reading.ids)) for _, reading in readings])
-        self._num_fork_forwards += fork.num_forwards
-        for n, (_, reading) in enumerate(readings):
-            reading.fork_row = n
-        return [logits[n, -len(reading.ids) :] for n, (_, reading) in enumerate(readings)]
-
-    def follow(self, chosen: Sequence[Reading | None]) -> None:
-        """Continue every live row after the candidate that was chosen there; None for none."""
-        self.contexts = [item.context if item else old for item, old in zip(chosen, self.contexts, strict=True)]
-        rows = [item.fork_row if item else None for item in chosen]
-        if self._fork is not None and any(row is not None for row in rows):
-            self.state.adopt(self._fork, rows)
-        self._fork = None
-        self.state.contexts = list(self.contexts)
-
-    def keep(self, places: Sequence[int]) -> None:
-        """Keep these of the live rows, and drop the others."""
-        self.contexts = [self.contexts[place] for place in places]
-        self.state.select(places, self.contexts)
+        reading = self.readings[member]
+        assert reading.log_prob is not None
+        num_bytes = len(self.candidate.data) + self.candidate.has_eos
+        return span_score(reading.log_prob, reading.num_tokens, num_bytes, score)

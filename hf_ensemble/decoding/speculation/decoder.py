@@ -272,7 +272,7 @@ class SpeculativeDecoder:
         if len(indices) < len(self._live):
             self.close()  # what is begun is for other rows
             for state in self.states.values():
-                state.select(indices, [state.contexts[index] for index in indices])
+                state.select(indices)
             self._live = [self._live[index] for index in indices]
 
     def _forced(self, primary_id: int) -> tuple[Tensor, Tensor]:
