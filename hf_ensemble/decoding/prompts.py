@@ -234,7 +234,7 @@ def read_prompts(
 
 
 def expand_prompts(
-    states: Mapping[int, MemberState[MemberContext]], prompt_of_row: Sequence[int], waiting: Collection[int] = ()
+    states: Mapping[int, MemberState], prompt_of_row: Sequence[int], waiting: Collection[int] = ()
 ) -> None:
     """Run every distinct prompt once and give each row a copy of its prompt's state.
 

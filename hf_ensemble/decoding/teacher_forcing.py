@@ -156,7 +156,7 @@ class ForcedMember:
         return taken
 
     @cached_property
-    def _state(self) -> MemberState[PlainContext]:
+    def _state(self) -> MemberState:
         """The state of the live rows; a prompt that several of them have is run once."""
         first = {row: tuple(self._texts[row].context(0)) for row in self._live}
         distinct = list(dict.fromkeys(first.values()))

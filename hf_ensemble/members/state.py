@@ -5,19 +5,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cached_rows import AHEAD, CachedRows
 from .member import Member
-
-
-class Context(Protocol):
-    """What a state reads of a row."""
-
-    ids: list[int]
 
 
 @dataclass
@@ -27,15 +21,12 @@ class PlainContext:
     ids: list[int]
 
 
-C = TypeVar("C", bound=Context)
-
-
-class MemberState(Generic[C]):
+class MemberState:
     """A member's caches for the rows of a call: brings every row to its context and gives the logits after it.
 
     Args:
         member: The member.
-        contexts: One context a row.
+        contexts: One context a row: whatever has `ids`.
         mode: The cache mode; default: the member's.
         num_expected: Number of ids by which each row is expected to grow.
 
@@ -45,7 +36,7 @@ class MemberState(Generic[C]):
         num_forwards: Number of forward passes so far.
     """
 
-    def __init__(self, member: Member, contexts: Sequence[C], mode: str | None = None, num_expected: int = 0):
+    def __init__(self, member: Member, contexts: Sequence[Any], mode: str | None = None, num_expected: int = 0):
         self.member = member
         self.contexts = list(contexts)
         self.num_forwards = 0
@@ -138,7 +129,7 @@ class MemberState(Generic[C]):
                 ids.pop()
                 self._has_logits[row] = False
 
-    def num_cached(self, row: int, context: C) -> int:
+    def num_cached(self, row: int, context: Any) -> int:
         """How many leading ids of a context are in the cache of a row."""
         return self._rows.num_cached(row, context.ids)
 
@@ -164,17 +155,17 @@ class MemberState(Generic[C]):
         """Remember the contexts as they are cached now, since rows will roll back to them."""
         self._rows.hold()
 
-    def fork(self, rows: Sequence[int], contexts: Sequence[C]) -> "MemberState[C]":
+    def fork(self, rows: Sequence[int], contexts: Sequence[Any]) -> "MemberState":
         """Return a state of its own that continues from row `rows[n]` in its row n, where it follows `contexts[n]`."""
         self._collect()
-        twin: MemberState[C] = copy.copy(self)
+        twin = copy.copy(self)
         twin._rows = self._rows.fork(rows)
         twin.contexts = list(contexts)
         twin.num_forwards = 0
         twin._logits, twin._has_logits = None, [False] * len(twin.contexts)
         return twin
 
-    def adopt(self, fork: "MemberState[C]", rows: Sequence[int | None]) -> None:
+    def adopt(self, fork: "MemberState", rows: Sequence[int | None]) -> None:
         """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay as it is."""
         self._collect()
         fork._collect()
@@ -188,7 +179,7 @@ class MemberState(Generic[C]):
             places, of_fork = torch.tensor(taken, device=own.device).T
             self._logits = own.index_copy(0, places, new[of_fork])
 
-    def select(self, rows: Sequence[int], contexts: Sequence[C] | None = None) -> None:
+    def select(self, rows: Sequence[int], contexts: Sequence[Any] | None = None) -> None:
         """Keep, repeat or drop rows: row n continues from what was row `rows[n]`, and now follows `contexts[n]`.
 
         Where no row moves, nothing is waited for. Default: every row follows what it did.

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from ..own_log_probs import OwnLogProbs
 from .state import Offer, Proposal, Reading, SpanRow
 
 
-class Participant(MemberState[Any]):
+class Participant(MemberState):
     """A member's state in the rounds of one call. Its contexts are all that was decided so far of each live row.
 
     Args:
@@ -53,7 +52,7 @@ class Participant(MemberState[Any]):
         may_be_written[control_eos] = True
         self._is_no_text = torch.as_tensor(~may_be_written, device=member.device)
         self._control_eos = torch.tensor(control_eos, dtype=torch.long, device=member.device)
-        self._fork: MemberState[Any] | None = None
+        self._fork: MemberState | None = None
 
     # Writing
 

@@ -81,7 +81,7 @@ class SpeculativeDecoder:
         running = deciding.union(drafters)
         prompts = read_prompts(members, running, method.resync, loop.input_ids, loop.mask, call.own_prompts)
         num_expected = self._max_new * 5 // 4 + draft_length.longest
-        self.states: dict[int, MemberState[MemberContext]] = {
+        self.states: dict[int, MemberState] = {
             index: MemberState(members[index], rows, num_expected=num_expected)
             for index, rows in prompts.contexts.items()
         }

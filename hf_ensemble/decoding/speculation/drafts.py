@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...members.cached_rows import AHEAD
 from ...members.state import MemberState, PlainContext
-from ...vocabulary.context import MemberContext
 from ...vocabulary.token_bytes import NO_TOKEN
 
 NGRAM = "ngram"
@@ -104,7 +103,7 @@ class MemberDrafter:
         state: Its state.
     """
 
-    def __init__(self, index: int, state: MemberState[MemberContext]):
+    def __init__(self, index: int, state: MemberState):
         self.index = index
         self.member = state.member
         self._state = state
@@ -131,7 +130,7 @@ class MemberDrafter:
             return iter([Drafted([[] for _ in contexts], 0, 0.0)])
         drafts = [PlainContext(list(context.ids)) for context in contexts]
         active = [n for n, length in enumerate(lengths) if length > 0 and not contexts[n].sits_out]
-        state.contexts = drafts  # type: ignore[assignment]
+        state.contexts = drafts
         if state.is_captured and len(active) == len(contexts):
             ids, events = self._write_chained(drafts, max(lengths))
             drafted = self._arriving(ids, lengths, clock() - start, events)

@@ -29,7 +29,7 @@ class Reading:
     def __init__(
         self,
         index: int,
-        state: MemberState[MemberContext],
+        state: MemberState,
         chains: Sequence[Chain],
         is_needed: Sequence[bool],
         device: torch.device,
@@ -124,7 +124,7 @@ class RoundReader:
         readings: What each member has read, by member index.
     """
 
-    states: Mapping[int, MemberState[MemberContext]]
+    states: Mapping[int, MemberState]
     chains: Sequence[Chain]
     num_members: int
     device: torch.device
