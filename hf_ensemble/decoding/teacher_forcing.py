@@ -101,7 +101,8 @@ class ForcedMember:
         self._texts = texts
         self._live = [row for row, text in texts.items() if text.num_steps]
         self._logits: list[Tensor] = []
-        self._place_of: dict[tuple[int, int], tuple[int, int]] = {}
+        # Of each row and step: the part of `_logits`, the row of that part, and where in it, counted from its end.
+        self._place_of: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def advance(self, start: int, stop: int) -> None:
         """Compute the logits of a block of steps, which follows the last one.
@@ -120,15 +121,15 @@ class ForcedMember:
         branches = [
             (row, step)
             for row in live
-            for step in range(start, min(stop, self._texts[row].num_steps))
+            for step in range(start, min(stop, self._texts[row].num_steps) - 1)
             if self._texts[row].tails[step] and not self._texts[row].sits_out[step]
         ]
         if branches and self._state.cache_mode not in ("static", "repack"):
             # States that cannot be cut follow the text as it grows.
             for step in range(start, stop):
-                self._run_step(step)
+                self._run_rows(step, step + 1)
             return
-        self._run_trunks(start, stop)
+        self._run_rows(start, stop)
         branches.sort(key=lambda branch: len(self._texts[branch[0]].tails[branch[1]]))
         width = max(len(self._texts[row].trunk) for row in live)
         size = max(1, _MAX_BRANCH_IDS // width)
@@ -146,8 +147,8 @@ class ForcedMember:
                 by_part.setdefault(self._place_of[pair][0], []).append(n)
         found = []
         for part, places in by_part.items():
-            index = torch.tensor([self._place_of[pairs[n]][1] for n in places], device=self._logits[part].device)
-            found.append((places, self._logits[part].index_select(0, index).float()))
+            at = torch.tensor([self._place_of[pairs[n]][1:] for n in places], device=self._logits[part].device)
+            found.append((places, self._logits[part][at[:, 0], at[:, 1]].float()))
         if len(found) == 1 and len(found[0][0]) == len(pairs):
             return found[0][1]
         taken = torch.zeros(len(pairs), self.member.vocab_size, device=self.member.device)
@@ -169,37 +170,28 @@ class ForcedMember:
         state.select(prompts, [PlainContext(list(distinct[n])) for n in prompts])
         return state
 
-    def _run_trunks(self, start: int, stop: int) -> None:
-        wanted, ends = [], []
+    def _run_rows(self, start: int, stop: int) -> None:
+        """Bring every row to its last step here, and take the logits of the others on the way."""
+        wanted, places = [0] * len(self._live), []
         for place, row in enumerate(self._live):
             text = self._texts[row]
-            # A row of no id is no input for a model.
-            low, high = (max(1, text.shared[step]) for step in (start, min(stop, text.num_steps) - 1))
-            self._state.contexts[place].ids = text.trunk[:high]
-            wanted.append(high - low + 1)
-            ends.append(high)
-        logits = self._state.logits(wanted)
-        width = max(wanted)
-        for place, row in enumerate(self._live):
-            text = self._texts[row]
-            for step in range(start, min(stop, text.num_steps)):
-                at = width - 1 - (ends[place] - max(1, text.shared[step]))
-                self._place_of[row, step] = len(self._logits), place * width + at
-        self._logits.append(logits.reshape(-1, logits.shape[-1]))
+            steps = range(start, min(stop, text.num_steps))
+            if steps:
+                ids = self._state.contexts[place].ids = text.context(steps[-1])
+                # A row of no id is no input for a model.
+                ends = [*(max(1, text.shared[step]) for step in steps[:-1]), len(ids)]
+                for step, end in zip(steps, ends, strict=True):
+                    self._place_of[row, step] = len(self._logits), place, end - len(ids) - 1
+                wanted[place] = len(ids) - ends[0] + 1
+                places.append(place)
+        if places:
+            self._logits.append(self._state.logits(wanted, places))
 
     def _run_branches(self, branches: Sequence[tuple[int, int]]) -> None:
         contexts = [PlainContext(self._texts[row].context(step)) for row, step in branches]
         twin = self._state.fork([self._live.index(row) for row, _ in branches], contexts)
-        self._place_of.update((branch, (len(self._logits), place)) for place, branch in enumerate(branches))
-        self._logits.append(twin.logits())
-
-    def _run_step(self, step: int) -> None:
-        places = [place for place, row in enumerate(self._live) if self._texts[row].num_steps > step]
-        for place in places:
-            self._state.contexts[place].ids = self._texts[self._live[place]].context(step)
-        if places:
-            self._place_of.update(((self._live[place], step), (len(self._logits), place)) for place in places)
-            self._logits.append(self._state.logits(rows=places))
+        self._place_of.update((branch, (len(self._logits), place, -1)) for place, branch in enumerate(branches))
+        self._logits.append(twin.logits()[:, None])
 
 
 def advance_by_blocks(

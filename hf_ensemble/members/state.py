@@ -73,16 +73,16 @@ class MemberState:
                 All are run the first time.
 
         Returns:
-            Logits of shape `(num_rows, vocab_size)`, or, if numbers above 1 are asked for, `(num_rows, num_last,
-            vocab_size)` with the greatest of them, on the member's device: each row's stand at the right edge, and what
-            is before them has no meaning. Nor have those of rows that were not wanted.
+            Logits of shape `(num_rows, vocab_size)` for the number 1, else `(num_rows, num_last, vocab_size)` with the
+            greatest of the numbers, on the member's device: each row's stand at the right edge, and what is before them
+            has no meaning. Nor have those of rows that were not wanted.
         """
         self.start(num_last, rows)
         self._collect()
         assert self._logits is not None
-        num_last = num_last if isinstance(num_last, int) else max(num_last)
-        logits = self._logits[:, -num_last:]
-        return logits[:, -1] if num_last == 1 else logits
+        if num_last == 1:
+            return self._logits[:, -1]
+        return self._logits[:, -(num_last if isinstance(num_last, int) else max(num_last)) :]
 
     def start(self, num_last: int | Sequence[int] = 1, rows: Sequence[int] | None = None) -> None:
         """Start what `logits` with the same arguments waits for, so that members run side by side."""

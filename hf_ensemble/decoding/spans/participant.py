@@ -207,7 +207,7 @@ class Participant(MemberState):
         beside = [(place, reading) for place, reading in todo if reading.num_tokens > 1]
         if beside:
             fork = self._fork = self.fork([place for place, _ in beside], [reading.context for _, reading in beside])
-            logits = fork.logits([max(2, len(reading.ids)) for _, reading in beside])
+            logits = fork.logits([len(reading.ids) for _, reading in beside])
             self.num_forwards += fork.num_forwards
             for n, (_, reading) in enumerate(beside):
                 reading.fork_row = n

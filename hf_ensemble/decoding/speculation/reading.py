@@ -73,8 +73,6 @@ class Reading:
         if not self._wanted:
             return None
         logits = self._state.logits(self._num_last, rows=self._read_rows)
-        if logits.ndim == 2:
-            logits = logits[:, None]
         taken = logits[self._at[0], self._at[1]].to(self._device).float()
         if self._positions is not None:
             spread = taken.new_zeros(self._num_positions, taken.shape[-1])
