@@ -55,7 +55,7 @@ class LiveRows:
         running = call.participants | {0} if runs_primary else call.participants - {0}
         prompts = read_prompts(members, running, resync, prompt_ids, prompt_mask, call.own_prompts)
         self._prompt_of_row: list[int] | None = prompts.prompt_of_row
-        self._lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
+        self._prompt_lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
         self.states = {
             # An assistant may cut the text finer.
             index: MemberState(members[index], rows, num_expected=max_new_tokens * (5 if index else 4) // 4)
@@ -163,7 +163,6 @@ class LiveRows:
 
     def append(self, row: int, primary_id: int) -> None:
         """Take in one of the primary's ids, of an entry whose bytes follow by `write_bytes` when it is complete."""
-        self._lengths[row] += 1
         if self.runs_primary:
             self.states[0].contexts[self._place_of[row]].ids.append(primary_id)
 
@@ -187,7 +186,6 @@ class LiveRows:
         if list(parents) != list(range(len(parents))):
             for state in self.states.values():
                 state.select(parents, [state.contexts[parent].copy() for parent in parents])
-            self._lengths = [self._lengths[parent] for parent in parents]
 
     def drop(self, rows: Collection[int]) -> None:
         """Let rows end."""
@@ -230,6 +228,6 @@ class LiveRows:
             limit = member.max_positions
             if limit is not None and (index == 0 or index in self.states):
                 for place, row in enumerate(self.live):
-                    length = len(self.states[index].contexts[place].ids) if index else self._lengths[row]
-                    if length > limit:
+                    of_primary = self._prompt_lengths[row] + self.num_steps
+                    if (len(self.states[index].contexts[place].ids) if index else of_primary) > limit:
                         yield row, member, limit

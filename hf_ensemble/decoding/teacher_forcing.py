@@ -54,23 +54,20 @@ class ForcedText:
             context: The member's context after the prompt.
             written: What each step but the last writes.
         """
-        ids = list(context.ids)
-        changes: list[tuple[int, list[int]]] = []
-        sits_out = [context.sits_out]
+        shared, sits_out = [len(context.ids)], [context.sits_out]
+        tails: list[list[int]] = [[]]
         for data in written:
             before = list(context.ids)
             context.write(data)
             num_same = num_common(before, context.ids)
-            changes.append((num_same, context.ids[num_same:]))
+            for step in reversed(range(len(shared))):
+                if shared[step] <= num_same:
+                    break
+                tails[step] = before[num_same : shared[step]] + tails[step]
+                shared[step] = num_same
+            shared.append(len(context.ids))
+            tails.append([])
             sits_out.append(context.sits_out)
-        shared = [len(context.ids)]
-        for num_same, _ in reversed(changes):
-            shared.append(min(num_same, shared[-1]))
-        shared.reverse()
-        tails = [ids[shared[0] :]]
-        for (num_same, new), num_shared in zip(changes, shared[1:], strict=True):
-            ids[num_same:] = new
-            tails.append(ids[num_shared:])
         return cls(list(context.ids), shared, tails, sits_out)
 
     @property

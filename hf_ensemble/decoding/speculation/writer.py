@@ -1,11 +1,10 @@
-"""A row's verified text, and what every member reads after each entry of a draft."""
+"""What every member reads after an entry."""
 
 from collections.abc import Collection, Mapping, Sequence
 
 from ...members.member import Member
 from ...methods.base import TokenMethod
-from ...vocabulary.context import MemberContext, num_common
-from .rows import Row
+from ...vocabulary.context import MemberContext
 
 
 class EntryWriter:
@@ -72,54 +71,3 @@ class EntryWriter:
             if limit is not None and len(contexts[index].ids) > limit:
                 return self._members[index]
         return None
-
-
-class Chain:
-    """One row in one round: its verified text, and a draft that all members follow, entry by entry.
-
-    Args:
-        row: The row.
-        contexts: Every member's context after the verified text, by member.
-
-    Attributes:
-        row: The row.
-        columns: The drafted entries.
-        contexts: Every member's context before the draft, and after each of its entries.
-        positions: The numbers of these contexts among those of all rows; see `number_positions`.
-        used: The positions at which something was written: up to where the row departed from its draft, or ended.
-    """
-
-    def __init__(self, row: Row, contexts: dict[int, MemberContext]):
-        self.row = row
-        self.columns: list[int] = []
-        self.contexts = [contexts]
-        self.positions = self.used = range(0)
-
-    def follow(self, draft: Sequence[int], writer: EntryWriter) -> None:
-        """Let every member follow a draft, as far as all that decide have positions for it.
-
-        Args:
-            draft: The entries. What they have in common with the last draft has been followed already.
-            writer: Writes entries.
-        """
-        num_same = num_common(self.columns, draft)
-        del self.columns[num_same:], self.contexts[num_same + 1 :]
-        for column in draft[num_same:]:
-            contexts = writer.write(self.contexts[-1], column)
-            if writer.full_member(contexts) is not None:
-                break
-            self.columns.append(column)
-            self.contexts.append(contexts)
-
-    def new_ids(self, num_entries: int) -> list[int]:
-        """The primary's ids that the row has after so many entries of the draft, without its prompt."""
-        prompt_length = len(self.contexts[0][0].ids) - len(self.row.ids)
-        return self.contexts[num_entries][0].ids[prompt_length:]
-
-
-def number_positions(chains: Sequence[Chain]) -> None:
-    """Number the positions of all rows through, now that their drafts are there."""
-    start = 0
-    for chain in chains:
-        chain.positions = range(start, start + len(chain.contexts))
-        start = chain.positions.stop
