@@ -156,15 +156,14 @@ class ForcedMember:
     @cached_property
     def _state(self) -> MemberState:
         """The state of the live rows; a prompt that several of them have is run once."""
-        first = {row: tuple(self._texts[row].context(0)) for row in self._live}
-        distinct = list(dict.fromkeys(first.values()))
-        if len(distinct) == len(self._live) or max(map(len, distinct)) == 1:
-            # To read a lone BOS in every row takes less than a pass of its own.
-            return MemberState(self.member, [PlainContext(list(ids)) for ids in first.values()])
-        state = MemberState(self.member, [PlainContext(list(ids)) for ids in distinct])
-        state.logits()
-        prompts = [distinct.index(ids) for ids in first.values()]
-        state.select(prompts, [PlainContext(list(distinct[n])) for n in prompts])
+        first = [self._texts[row].context(0) for row in self._live]
+        distinct = list(map(list, dict.fromkeys(map(tuple, first))))
+        # To read a lone BOS in every row takes less than a pass of its own.
+        shares = len(distinct) < len(first) and max(map(len, distinct)) > 1
+        state = MemberState(self.member, list(map(PlainContext, distinct if shares else first)))
+        if shares:
+            state.logits()
+            state.select(list(map(distinct.index, first)), list(map(PlainContext, first)))
         return state
 
     def _run_rows(self, start: int, stop: int) -> None:

@@ -371,6 +371,9 @@ class TokenDecoder:
     def _follow(self, row: int, primary_id: int, chosen: int) -> None:
         """Let one row's contexts follow an id: at once, or when the entry that it belongs to is complete."""
         entry = self._entries[row]
+        if not entry.to_write and chosen >= self._width:
+            union = self.method.union
+            entry = self._entries[row] = _Entry(deque(union.continuation(chosen, 0) or ()), data=union.entry(chosen))
         if entry.to_write and entry.to_write[0] == primary_id:
             entry.written.append(entry.to_write.popleft())
             self.rows.append(row, primary_id)
@@ -382,13 +385,4 @@ class TokenDecoder:
             for written in entry.written:
                 self.rows.write_bytes(row, self.members[0].encoder.token_bytes.write([written]))
             entry.to_write.clear()
-        elif chosen >= self._width:
-            union = self.method.union
-            ids, data = union.continuation(chosen, 0) or [], union.entry(chosen)
-            if ids and ids[0] == primary_id:
-                self.rows.append(row, primary_id)
-                self._entries[row] = _Entry(deque(ids[1:]), ids[:1], data)
-                if len(ids) == 1:
-                    self.rows.write_bytes(row, data)
-                return
         self.rows.write(row, primary_id)

@@ -109,15 +109,14 @@ class SpanDecoder:
 
     def decide_round(self) -> None:
         """Decide one more span in every row that takes part: propose, score, choose, append."""
-        before = [one.num_forwards for one in self._participants]
+        before = {one.index: one.num_forwards for one in self._participants}
         proposals = {one.index: one.propose(self._live) for one in self._participants}
-        candidates = [self._candidates(place, proposals) for place in range(len(self._live))]
-        offers = [self._offers(place, of_row, proposals) for place, of_row in enumerate(candidates)]
+        offers = [self._offers(place, proposals) for place in range(len(self._live))]
         for one in self._participants:
             one.score(self._live, proposals[one.index], offers)
-        num_forwards = [0] * len(self._members)
-        for one, count in zip(self._participants, before, strict=True):
-            num_forwards[one.index] = one.num_forwards - count
+        num_forwards = tuple(
+            self._states[n].num_forwards - before[n] if n in before else 0 for n in range(len(self._members))
+        )
         winners = [self._decide(place, of_row, num_forwards) for place, of_row in enumerate(offers)]
         for one in self._participants:
             one.follow([None if winner is None else winner.readings[one.index] for winner in winners])
@@ -125,10 +124,15 @@ class SpanDecoder:
 
     # Candidates
 
-    def _candidates(self, place: int, proposals: Mapping[int, Sequence[Proposal]]) -> list[SpanCandidate]:
-        """The distinct candidates of one row: those that write something, and that the primary can write."""
+    def _offers(self, place: int, proposals: Mapping[int, Sequence[Proposal]]) -> list[Offer]:
+        """The distinct candidates of one row, as all members read them.
+
+        Left out is what writes nothing, what the primary cannot write, and that for which a member has no position left.
+        A row whose candidates are all left out for want of positions ends, with a warning.
+        """
+        taking_part = self._taking_part(place)
         proposers: dict[tuple[bytes, bool], list[int]] = {}
-        for one in self._taking_part(place):
+        for one in taking_part:
             span = proposals[one.index][place].span
             if span.data or span.has_eos:
                 proposers.setdefault((span.data, span.has_eos), []).append(one.index)
@@ -140,13 +144,22 @@ class SpanDecoder:
             and not self._ends_too_early(place, data)
         ]
         if not proposers:
-            for one in self._taking_part(place):
+            for one in taking_part:
                 if len(one.contexts[place].ids) + len(proposals[one.index][place].ids) >= one.max_length:
                     self._warn_of_end(place, one.member)
                     return []
         if not candidates:
             raise self._no_candidate(place, proposers)
-        return candidates
+        offers = [
+            Offer(item, {one.index: one.read(place, item, proposals[one.index][place]) for one in self._participants})
+            for item in candidates
+        ]
+        for one in taking_part:
+            fitting = [offer for offer in offers if len(offer.readings[one.index].context.ids) <= one.max_length]
+            if offers and not fitting:
+                self._warn_of_end(place, one.member)
+            offers = fitting
+        return offers
 
     def _ends_too_early(self, place: int, data: bytes) -> bool:
         """Whether a span holds an id that ends the primary's text before it may end."""
@@ -170,33 +183,13 @@ class SpanDecoder:
             reason = f"none wrote a whole character within `max_span_tokens={self._config.token_limit}` ids. Raise it."
         return MemberError(f"no member proposed a span that can be written {self._live[place].where}: {reason}")
 
-    def _offers(
-        self, place: int, candidates: Sequence[SpanCandidate], proposals: Mapping[int, Sequence[Proposal]]
-    ) -> list[Offer]:
-        """Let all members read a row's candidates. Those for which one has no position left are dropped.
-
-        A row whose candidates are all dropped ends, with a warning.
-        """
-        offers = []
-        for candidate in candidates:
-            readings = {
-                one.index: one.read(place, candidate, proposals[one.index][place]) for one in self._participants
-            }
-            offers.append(Offer(candidate, readings))
-        for one in self._taking_part(place):
-            fitting = [offer for offer in offers if len(offer.readings[one.index].context.ids) <= one.max_length]
-            if offers and not fitting:
-                self._warn_of_end(place, one.member)
-            offers = fitting
-        return offers
-
     def _taking_part(self, place: int) -> list[Participant]:
         """Members that take part in a row: all but those that cannot follow a character that has begun."""
         return [one for one in self._participants if not one.contexts[place].sits_out]
 
     # Deciding
 
-    def _decide(self, place: int, offers: Sequence[Offer], num_forwards: Sequence[int]) -> Offer | None:
+    def _decide(self, place: int, offers: Sequence[Offer], num_forwards: tuple[int, ...]) -> Offer | None:
         """Choose a row's span, keep a record of the round, and let the primary's ids of it be written."""
         row = self._live[place]
         if not offers:
@@ -209,7 +202,7 @@ class SpanDecoder:
             row.has_ended = True
             best = None if reading is None else reading.eos_id
             ids = [*ids, self._end_ids[0] if best is None else best]
-        row.decide(SpanRound(tuple(candidates), number, tuple(num_forwards)), ids)
+        row.decide(SpanRound(tuple(candidates), number, num_forwards), ids)
         return offers[number]
 
     def _choose(self, place: int, offers: Sequence[Offer]) -> tuple[int, list[SpanCandidate]]:
