@@ -95,32 +95,32 @@ class LiveRows:
         """Run the gate member in these rows, before it is known whether others are needed."""
         self._expand(set(self.states) - {gate})
         if gate not in self._said:
-            self._said[gate] = self._logits(gate, positions)
+            self._said[gate] = self._logits(gate, [self._place_of[row] for row in positions])
         return self._said[gate]
 
     def read(self, needed: Tensor) -> list[Tensor | None]:
         """Run the members that are needed; of all rows, those that have ended included."""
         is_needed = needed.T.tolist()
         self._expand({index for index in self.states if not any(is_needed[index])})
-        rows_of = {
-            index: [row for row in self.live if is_needed[index][row]]
+        places_of = {
+            index: [place for place, row in enumerate(self.live) if is_needed[index][row]]
             for index in self.states
             if self._said.get(index) is None
         }
-        for index, rows in rows_of.items():
-            if rows:
+        for index, places in places_of.items():
+            if places:
                 # All are started before one is waited for.
-                self.states[index].start(rows=[self._place_of[row] for row in rows])
-        for index, rows in rows_of.items():
-            self._said[index] = self._logits(index, rows)
+                self.states[index].start(rows=places)
+        for index, places in places_of.items():
+            self._said[index] = self._logits(index, places)
         return [self._said.get(index) for index in range(len(self.members))]
 
-    def _logits(self, index: int, rows: Sequence[int]) -> Tensor | None:
-        """A member's logits in these rows, of shape `(batch_size, vocab_size)`; None for no row."""
-        if not rows:
+    def _logits(self, index: int, places: Sequence[int]) -> Tensor | None:
+        """A member's logits in these of the live rows, of shape `(batch_size, vocab_size)`; None for no row."""
+        if not places:
             return None
         # In the member's own dtype, of which half as much may travel.
-        logits = self.states[index].logits(rows=[self._place_of[row] for row in rows]).to(self._device).float()
+        logits = self.states[index].logits(rows=places).to(self._device).float()
         if len(logits) == self._num_rows:
             return logits
         at = torch.tensor(self.live, device=logits.device)
@@ -138,15 +138,6 @@ class LiveRows:
     def is_expanded(self) -> bool:
         """Whether the prompts have been read."""
         return self._prompt_of_row is None
-
-    def run_primary_ahead(self, last_ids: Tensor) -> None:
-        """Start the primary's next step, whose input is known on the device, before the host and the others follow.
-
-        Args:
-            last_ids: The last id of every row, of shape `(batch_size,)`.
-        """
-        all_live = len(self.live) == len(last_ids)
-        self.states[0].run_ahead(last_ids if all_live else last_ids[torch.tensor(self.live, device=last_ids.device)])
 
     def start_assistants(self, is_needed: Sequence[Sequence[bool]]) -> None:
         """Start the next step of members that run beside the host, before the decoding loop comes to it.

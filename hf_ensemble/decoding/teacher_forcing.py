@@ -1,4 +1,4 @@
-"""One member's logits at every step of given texts: many steps to a forward pass."""
+"""One member's logits at every step of given texts, many steps to a forward pass, and its log-probabilities."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..members.member import Member
 from ..members.state import MemberState, PlainContext
 from ..vocabulary.context import MemberContext, num_common
+from ..vocabulary.token_bytes import NO_TOKEN
 
 _MAX_LOGITS = 2**26
 """Most logits of one member that are held at once."""
@@ -121,7 +122,7 @@ class ForcedMember:
             for step in range(start, min(stop, self._texts[row].num_steps) - 1)
             if self._texts[row].tails[step] and not self._texts[row].sits_out[step]
         ]
-        if branches and self._state.cache_mode not in ("static", "repack"):
+        if branches and self._state.caches.mode not in ("static", "repack"):
             # States that cannot be cut follow the text as it grows.
             for step in range(start, stop):
                 self._run_rows(step, step + 1)
@@ -213,3 +214,25 @@ def advance_by_blocks(
         steps = [(row, step) for row, count in enumerate(num_steps) for step in range(start, min(stop, count))]
         for n in range(0, len(steps), num_pairs):
             yield steps[n : n + num_pairs]
+
+
+class OwnLogProbs:
+    """Turns a member's logits into log-probabilities over its own ids, in float32; an id without a token has none.
+
+    Where a row of logits holds NaN or `inf`, or nothing but `-inf`, the row of log-probabilities has the maximum NaN.
+
+    Args:
+        member: The member.
+        over_all_ids: Whether ids without a token have a share too, as they do when the member decodes by itself.
+    """
+
+    def __init__(self, member: Member, over_all_ids: bool = False):
+        no_token = torch.as_tensor(member.encoder.token_bytes.kinds == NO_TOKEN, device=member.device)
+        self._left_out = None if over_all_ids else no_token
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Log-probabilities of the shape of the logits, `(..., vocab_size)`."""
+        logits = logits.float()
+        if self._left_out is not None:
+            logits = logits.masked_fill(self._left_out, -torch.inf)
+        return logits.log_softmax(-1)

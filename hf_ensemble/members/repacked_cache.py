@@ -172,8 +172,8 @@ class RepackedRows(CachedRows):
             count = new_width - now_dropped
             layer.num_dropped = now_dropped
             if len(set(starts)) == 1:
-                kept_slots = slice(starts[0], starts[0] + count)
-                layer.keys, layer.values = layer.keys[..., kept_slots, :], layer.values[..., kept_slots, :]
+                layer.keys = layer.keys[..., starts[0] : starts[0] + count, :]
+                layer.values = layer.values[..., starts[0] : starts[0] + count, :]
                 continue
             key = layer.is_sliding, layer.keys.device
             if key not in indices:

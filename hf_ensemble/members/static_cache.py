@@ -7,7 +7,7 @@ seen, and overwritten when the row grows again.
 
 import copy
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -96,13 +96,13 @@ class StaticRows(CachedRows):
         twin = copy.copy(self)
         twin.cached = [list(self.cached[row]) for row in rows]
         buffers = twin._hold_buffers(_power_of_two(len(rows)), self._held.capacity)
-        buffers.take(self._held, rows, range(len(rows)), _longest(twin.cached))
+        buffers.take(self._held, rows, range(len(rows)), max(map(len, twin.cached)))
         return twin
 
     def adopt(self, fork: "StaticRows", rows: Sequence[int | None]) -> None:
         """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
         taken = {place: row for place, row in enumerate(rows) if row is not None}
-        longest = _longest(fork.cached[row] for row in taken.values())
+        longest = max(len(fork.cached[row]) for row in taken.values())
         self._reserve(len(self.cached), longest)
         self._held.take(fork._held, list(taken.values()), list(taken), longest)
         for place, row in taken.items():
@@ -116,10 +116,10 @@ class StaticRows(CachedRows):
             if len(rows) > old.num_rows:
                 give_back = self._give_back
                 buffers = self._hold_buffers(_power_of_two(len(rows)), old.capacity)
-                buffers.take(old, rows, range(len(rows)), _longest(self.cached))
+                buffers.take(old, rows, range(len(rows)), max(map(len, self.cached)))
                 give_back()
             else:
-                old.take(old, rows, range(len(rows)), _longest(self.cached))
+                old.take(old, rows, range(len(rows)), max(map(len, self.cached)))
 
     @property
     def _held(self) -> StaticBuffers:
@@ -133,7 +133,7 @@ class StaticRows(CachedRows):
             self._hold_buffers(_power_of_two(num_rows), _capacity(longest + self._num_expected))
         elif longest >= old.capacity:
             buffers = self._hold_buffers(old.num_rows, _capacity(max(longest, int(GROWTH * old.capacity))))
-            buffers.take(old, range(num_rows), range(num_rows), _longest(self.cached))
+            buffers.take(old, range(num_rows), range(num_rows), max(map(len, self.cached)))
             give_back()
 
     def _hold_buffers(self, num_rows: int, capacity: int) -> StaticBuffers:
@@ -142,10 +142,6 @@ class StaticRows(CachedRows):
         self._give_back = weakref.finalize(self, self._pool.release, buffers)
         self._give_back.atexit = False
         return buffers
-
-
-def _longest(rows: Iterable[Sequence[int]]) -> int:
-    return max(map(len, rows))
 
 
 def _capacity(longest: int) -> int:

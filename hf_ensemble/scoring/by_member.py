@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import messages
-from ..decoding.own_log_probs import OwnLogProbs
-from ..decoding.teacher_forcing import ForcedMember, ForcedText, advance_by_blocks
+from ..decoding.teacher_forcing import ForcedMember, ForcedText, OwnLogProbs, advance_by_blocks
 from ..members.member import Member
 from .pairs import Pair
 

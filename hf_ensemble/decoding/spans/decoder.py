@@ -23,8 +23,8 @@ from ..call import Call, end_ids
 from ..loop import Loop
 from ..prompts import expand_prompts, read_prompts
 from ..text_warnings import warn_of_losses
-from .participant import Participant, primary_ids
-from .state import Offer, Proposal, SpanRow
+from .participant import Offer, Participant, Proposal, primary_ids
+from .rows import SpanRow
 
 
 @dataclass
@@ -73,7 +73,6 @@ class SpanDecoder:
             index: Participant(call, loop, index, eos_ids[index], of_prompts)
             for index, of_prompts in prompts.contexts.items()
         }
-        self._participants = list(self._states.values())
         expand_prompts(self._states, prompts.prompt_of_row)
         self._rows = [
             SpanRow(number, split_begun_character(prompts.texts[prompt])[1], min_new_tokens)
@@ -109,16 +108,16 @@ class SpanDecoder:
 
     def decide_round(self) -> None:
         """Decide one more span in every row that takes part: propose, score, choose, append."""
-        before = {one.index: one.num_forwards for one in self._participants}
-        proposals = {one.index: one.propose(self._live) for one in self._participants}
+        before = {one.index: one.num_forwards for one in self._states.values()}
+        proposals = {one.index: one.propose(self._live) for one in self._states.values()}
         offers = [self._offers(place, proposals) for place in range(len(self._live))]
-        for one in self._participants:
+        for one in self._states.values():
             one.score(self._live, proposals[one.index], offers)
         num_forwards = tuple(
             self._states[n].num_forwards - before[n] if n in before else 0 for n in range(len(self._members))
         )
         winners = [self._decide(place, of_row, num_forwards) for place, of_row in enumerate(offers)]
-        for one in self._participants:
+        for one in self._states.values():
             one.follow([None if winner is None else winner.readings[one.index] for winner in winners])
         self._settle()
 
@@ -145,17 +144,21 @@ class SpanDecoder:
         ]
         if not proposers:
             for one in taking_part:
-                if len(one.contexts[place].ids) + len(proposals[one.index][place].ids) >= one.max_length:
+                if len(one.contexts[place].ids) + len(proposals[one.index][place].ids) >= one.member.max_length:
                     self._warn_of_end(place, one.member)
                     return []
         if not candidates:
             raise self._no_candidate(place, proposers)
         offers = [
-            Offer(item, {one.index: one.read(place, item, proposals[one.index][place]) for one in self._participants})
+            Offer(
+                item, {one.index: one.read(place, item, proposals[one.index][place]) for one in self._states.values()}
+            )
             for item in candidates
         ]
         for one in taking_part:
-            fitting = [offer for offer in offers if len(offer.readings[one.index].context.ids) <= one.max_length]
+            fitting = [
+                offer for offer in offers if len(offer.readings[one.index].context.ids) <= one.member.max_length
+            ]
             if offers and not fitting:
                 self._warn_of_end(place, one.member)
             offers = fitting
@@ -177,7 +180,7 @@ class SpanDecoder:
                 "member the primary, or ask for fewer."
             )
         elif not self._taking_part(place):
-            names = ", ".join(repr(one.member.name) for one in self._participants)
+            names = ", ".join(repr(one.member.name) for one in self._states.values())
             reason = f"the prompt ends inside a character, which {names} cannot continue. Give a whole character."
         else:
             reason = f"none wrote a whole character within `max_span_tokens={self._config.token_limit}` ids. Raise it."
@@ -185,7 +188,7 @@ class SpanDecoder:
 
     def _taking_part(self, place: int) -> list[Participant]:
         """Members that take part in a row: all but those that cannot follow a character that has begun."""
-        return [one for one in self._participants if not one.contexts[place].sits_out]
+        return [one for one in self._states.values() if not one.contexts[place].sits_out]
 
     # Deciding
 
@@ -229,7 +232,7 @@ class SpanDecoder:
         row = self._live[place]
         if row.has_ended or row.num_decided >= self._max_new:
             return False
-        full = [one for one in self._participants if len(one.contexts[place].ids) >= one.max_length]
+        full = [one for one in self._states.values() if len(one.contexts[place].ids) >= one.member.max_length]
         if full:
             self._warn_of_end(place, full[0].member)
         return not full
@@ -244,5 +247,5 @@ class SpanDecoder:
         if len(places) == len(self._live):
             return
         self._live = [self._live[place] for place in places]
-        for one in self._participants:
+        for one in self._states.values():
             one.select(places)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from transformers import LogitsProcessorList
 
 from ...errors import MemberError
 from ...members.state import MemberState, PlainContext
-from ...methods.sweetspan import SweetSpanConfig
+from ...methods.sweetspan import SpanScore, SweetSpanConfig, span_score
 from ...recording.spans import SpanCandidate
 from ...vocabulary.context import MemberContext
 from ...vocabulary.encoding import ByteEncoder
@@ -17,8 +18,75 @@ from ...vocabulary.token_bytes import TEXT
 from ...vocabulary.words import Span, read_span
 from ..call import Call
 from ..loop import Loop
-from ..own_log_probs import OwnLogProbs
-from .state import Offer, Proposal, Reading, SpanRow
+from ..teacher_forcing import OwnLogProbs
+from .rows import SpanRow
+
+
+@dataclass
+class Proposal:
+    """What a member wrote in one row.
+
+    Attributes:
+        span: The span.
+        ids: The ids that it wrote, up to the one that completed the span.
+        log_probs: That of each id.
+        eos_log_probs: That of all EOS ids together, in place of each id.
+        best_eos: The best EOS id in place of each id.
+        first_log_probs: Log-probabilities of the first id, of shape `(vocab_size,)`.
+    """
+
+    span: Span
+    ids: list[int]
+    log_probs: list[float]
+    eos_log_probs: list[float]
+    best_eos: list[int]
+    first_log_probs: Tensor
+
+
+@dataclass
+class Reading:
+    """A candidate as one member reads it after its prefix.
+
+    Attributes:
+        context: The member's context, candidate included.
+        ids: The ids that it reads.
+        num_tokens: Their number, EOS included.
+        log_prob: Its log-probability, once known.
+        eos_id: The best EOS id after it, once known.
+        fork_row: Row of the member's fork that has read it, if it took a forward pass.
+    """
+
+    context: MemberContext
+    ids: list[int]
+    num_tokens: int
+    log_prob: float | None = None
+    eos_id: int | None = None
+    fork_row: int | None = None
+
+
+@dataclass
+class Offer:
+    """A candidate in one row.
+
+    Attributes:
+        candidate: The candidate.
+        readings: How the members read it, by their numbers.
+    """
+
+    candidate: SpanCandidate
+    readings: dict[int, Reading]
+
+    def score(self, member: int, score: SpanScore) -> float:
+        """A member's score of the candidate, EOS counted as one byte.
+
+        Args:
+            member: The member's number.
+            score: Which score.
+        """
+        reading = self.readings[member]
+        assert reading.log_prob is not None
+        num_bytes = len(self.candidate.data) + self.candidate.has_eos
+        return span_score(reading.log_prob, reading.num_tokens, num_bytes, score)
 
 
 class Participant(MemberState):
@@ -32,7 +100,6 @@ class Participant(MemberState):
         contexts: What it reads of each prompt.
 
     Attributes:
-        max_length: Number of ids that it has positions for; infinite without a limit.
         log_probs: Turns its logits into log-probabilities over its ids.
     """
 
@@ -41,7 +108,6 @@ class Participant(MemberState):
         super().__init__(member, contexts, None if settings.use_cache is not False else "recompute")
         self.index = index
         self.eos_ids = list(eos_ids)
-        self.max_length = math.inf if member.max_positions is None else member.max_positions
         self.log_probs = OwnLogProbs(member)
         self._config: SweetSpanConfig = call.config  # type: ignore[assignment]
         self._primary = call.members[0].encoder
@@ -66,10 +132,10 @@ class Participant(MemberState):
             MemberError: If the member gives NaN, or nothing is left for it to choose from.
         """
         logits = self.logits()
-        self.hold()
+        self.caches.hold()
         contexts = self.contexts
         self.contexts = drafts = [PlainContext(list(context.ids)) for context in contexts]
-        num_free = [self.max_length - len(draft.ids) for draft in drafts]
+        num_free = [self.member.max_length - len(draft.ids) for draft in drafts]
         first_log_probs = log_probs = self.log_probs(logits)
         steps: list[Tensor] = []
         written: list[list[int]] = [[] for _ in rows]

@@ -27,9 +27,8 @@ from .draft_length import DraftLength
 from .drafting import Drafting
 from .drafts import MemberDrafter, PromptLookup
 from .reading import Reading
-from .rows import KeptRows, Row
+from .rows import EntryWriter, KeptRows, Row
 from .stats import SpeculationRound, SpeculationStats
-from .writer import EntryWriter
 
 _NUM_QUIET = 4
 """Rounds without a draft after which the next one is taken to have none either."""
@@ -72,7 +71,6 @@ class SpeculativeDecoder:
         self._end_ids = set(end_ids(loop.settings))
         self._keeps_rows = keeps_rows(loop.settings)
         self._filler = loop.filler or 0
-        self._width = members[0].vocab_size
         # Graphs are kept for each number of positions, of which a batch has too many.
         captures = len(loop.input_ids) == 1
         self._step = FusedStep(members, method, is_wide=not processors.read_ids, captures=captures)
@@ -86,13 +84,12 @@ class SpeculativeDecoder:
             for index, rows in prompts.contexts.items()
         }
         expand_prompts(self.states, prompts.prompt_of_row)
-        texts = [prompts.ids[prompt] for prompt in prompts.prompt_of_row]
         self._rows = [
-            Row(number, PromptLookup(ids, members[0].is_control) if uses_ngrams else None)
-            for number, ids in enumerate(texts)
+            Row(number, PromptLookup(prompts.ids[prompt], members[0].is_control) if uses_ngrams else None)
+            for number, prompt in enumerate(prompts.prompt_of_row)
         ]
         self._live = list(self._rows)
-        self._writer = EntryWriter(members, method, self._step.is_wide, deciding)
+        self._writer = EntryWriter(self._step, deciding)
         self._drafters = [MemberDrafter(index, self.states[index]) for index in drafters]
         self._drafting = Drafting(self._drafters, self._writer, draft_length, self._max_new)
         self._chooser = Chooser(processors, bool(loop.settings.do_sample), len(self._rows))
@@ -277,12 +274,7 @@ class SpeculativeDecoder:
         return messages.nothing_left(self._method_name, row.where) if choices.is_empty[position] else None
 
     def _write(
-        self,
-        row: Row,
-        column: int,
-        ids: list[int],
-        contexts: Mapping[int, MemberContext],
-        kept: KeptRows | None,
+        self, row: Row, column: int, ids: list[int], contexts: Mapping[int, MemberContext], kept: KeptRows | None
     ) -> bool:
         """Write an entry, given the contexts after it, and say whether the row goes on."""
         primary = self.members[0]
@@ -309,6 +301,6 @@ class SpeculativeDecoder:
 
     def _forced(self, primary_id: int) -> KeptRows:
         """The rows of logits and scores for an id that is forced: 0 there and `-inf` elsewhere."""
-        row = torch.full((self._width,), -torch.inf, device=self.method.device)
+        row = torch.full((self.members[0].vocab_size,), -torch.inf, device=self.method.device)
         row[primary_id] = 0.0
         return row, row

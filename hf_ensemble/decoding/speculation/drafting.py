@@ -9,8 +9,7 @@ from torch import Tensor
 from .choosing import Choices
 from .draft_length import DraftLength
 from .drafts import NGRAM, Drafted, MemberDrafter
-from .rows import Row
-from .writer import EntryWriter
+from .rows import EntryWriter, Row
 
 
 class Drafting:
@@ -104,7 +103,7 @@ class Drafting:
             for position in itertools.chain(*(row.used for row in rows)):
                 if weights[position, other.index] != 0:
                     own = other.member.encoder.token_bytes.entry(choices.best[other.index][position])
-                    data = self._writer.entry(choices.columns[position])[1]
+                    data = self._writer.step.entry(choices.columns[position])[1]
                     agrees = bool(own and data) and (own.startswith(data) or data.startswith(own))
                     judged[name][not agrees] += 1
         for name, counts in judged.items():

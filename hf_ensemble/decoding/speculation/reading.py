@@ -27,12 +27,7 @@ class Reading:
     """
 
     def __init__(
-        self,
-        index: int,
-        state: MemberState,
-        rows: Sequence[Row],
-        is_needed: Sequence[bool],
-        device: torch.device,
+        self, index: int, state: MemberState, rows: Sequence[Row], is_needed: Sequence[bool], device: torch.device
     ):
         self._state = state
         self._device = device
@@ -58,10 +53,7 @@ class Reading:
         columns = [max(self._num_last) - 1 - distance for distance in from_end]
         self._at = sent([rows, columns], self._state.member.device)
         self._positions = sent(positions, self._device) if len(positions) < self._num_positions else None
-        if len(self._contexts) > len(self._rows_of):
-            self._state.select(self._parents, self._contexts)
-        else:
-            self._state.contexts = self._contexts
+        self._state.select(self._parents, self._contexts)
         self._state.start(self._num_last, rows=self._read_rows)
 
     def logits(self) -> Tensor | None:

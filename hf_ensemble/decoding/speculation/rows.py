@@ -1,20 +1,76 @@
-"""One row of a call: what has been decided of it, what of that is still to be handed out, and its draft."""
+"""The rows of a call: what has been decided, what of that is still to be handed out, and drafts that members follow."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ... import messages
 from ...errors import MemberError
+from ...members.member import Member
 from ...vocabulary.context import MemberContext, num_common
+from ..step import FusedStep
 from .drafts import PromptLookup
 from .stats import SpeculationRound
-from .writer import EntryWriter
 
 KeptRows = tuple[Tensor, Tensor]
 """The rows of the logits and of the scores that `generate` returns for an id, each of shape `(width,)`."""
+
+
+class EntryWriter:
+    """Writes entries: as ids of the primary, and into every member's context.
+
+    An entry is given by its column: an id of the primary, or a union id of what only another member has.
+
+    Args:
+        step: The fused step, which says what a column stands for.
+        deciding: Numbers of the members that decide. Others only draft, and stop where they have no position left.
+    """
+
+    def __init__(self, step: FusedStep, deciding: Collection[int]):
+        self.step = step
+        self._members = step.members
+        self._deciding = sorted(deciding)
+
+    def entries_of(self, ids: Sequence[int], member: int) -> list[int]:
+        """The entries as which the ensemble is likely to write what a member drafted.
+
+        Args:
+            ids: What it drafted, as its own ids.
+            member: Its number.
+        """
+        if not self.step.is_wide:
+            return self._members[0].encoder.encode(self._members[member].encoder.token_bytes.write(ids)) or []
+        union, columns = self.step.method.union, []
+        for column in union.member_to_union[member][list(ids)].tolist():
+            if column < 0 or union.union_to_first[0][column] < 0:
+                break
+            columns.append(column)
+        return columns
+
+    def write(self, contexts: Mapping[int, MemberContext], column: int) -> dict[int, MemberContext]:
+        """Copies of every member's context, after one more entry.
+
+        Args:
+            contexts: The contexts, by member.
+            column: The entry.
+        """
+        ids, data = self.step.entry(column)
+        after = {index: context.copy() for index, context in contexts.items()}
+        for index, context in after.items():
+            if index == 0:
+                context.ids += ids
+            else:
+                context.write(data)
+        return after
+
+    def full_member(self, contexts: Mapping[int, MemberContext]) -> Member | None:
+        """The first of the deciding members whose context has more ids than it has positions; None if there is none."""
+        for index in self._deciding:
+            if len(contexts[index].ids) > self._members[index].max_length:
+                return self._members[index]
+        return None
 
 
 @dataclass
