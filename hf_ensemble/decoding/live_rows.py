@@ -55,7 +55,7 @@ class LiveRows:
         running = call.participants | {0} if runs_primary else call.participants - {0}
         prompts = read_prompts(members, running, resync, prompt_ids, prompt_mask, call.own_prompts)
         self._prompt_of_row: list[int] | None = prompts.prompt_of_row
-        self._lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
+        self._prompt_lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
         self.states = {
             # An assistant may cut the text finer.
             index: MemberState(members[index], rows, num_expected=max_new_tokens * (5 if index else 4) // 4)
@@ -95,32 +95,32 @@ class LiveRows:
         """Run the gate member in these rows, before it is known whether others are needed."""
         self._expand(set(self.states) - {gate})
         if gate not in self._said:
-            self._said[gate] = self._logits(gate, positions)
+            self._said[gate] = self._logits(gate, [self._place_of[row] for row in positions])
         return self._said[gate]
 
     def read(self, needed: Tensor) -> list[Tensor | None]:
         """Run the members that are needed; of all rows, those that have ended included."""
         is_needed = needed.T.tolist()
         self._expand({index for index in self.states if not any(is_needed[index])})
-        rows_of = {
-            index: [row for row in self.live if is_needed[index][row]]
+        places_of = {
+            index: [place for place, row in enumerate(self.live) if is_needed[index][row]]
             for index in self.states
             if self._said.get(index) is None
         }
-        for index, rows in rows_of.items():
-            if rows:
+        for index, places in places_of.items():
+            if places:
                 # All are started before one is waited for.
-                self.states[index].start(rows=[self._place_of[row] for row in rows])
-        for index, rows in rows_of.items():
-            self._said[index] = self._logits(index, rows)
+                self.states[index].start(rows=places)
+        for index, places in places_of.items():
+            self._said[index] = self._logits(index, places)
         return [self._said.get(index) for index in range(len(self.members))]
 
-    def _logits(self, index: int, rows: Sequence[int]) -> Tensor | None:
-        """A member's logits in these rows, of shape `(batch_size, vocab_size)`; None for no row."""
-        if not rows:
+    def _logits(self, index: int, places: Sequence[int]) -> Tensor | None:
+        """A member's logits in these of the live rows, of shape `(batch_size, vocab_size)`; None for no row."""
+        if not places:
             return None
         # In the member's own dtype, of which half as much may travel.
-        logits = self.states[index].logits(rows=[self._place_of[row] for row in rows]).to(self._device).float()
+        logits = self.states[index].logits(rows=places).to(self._device).float()
         if len(logits) == self._num_rows:
             return logits
         at = torch.tensor(self.live, device=logits.device)
@@ -139,15 +139,6 @@ class LiveRows:
         """Whether the prompts have been read."""
         return self._prompt_of_row is None
 
-    def run_primary_ahead(self, last_ids: Tensor) -> None:
-        """Start the primary's next step, whose input is known on the device, before the host and the others follow.
-
-        Args:
-            last_ids: The last id of every row, of shape `(batch_size,)`.
-        """
-        all_live = len(self.live) == len(last_ids)
-        self.states[0].run_ahead(last_ids if all_live else last_ids[torch.tensor(self.live, device=last_ids.device)])
-
     def start_assistants(self, is_needed: Sequence[Sequence[bool]]) -> None:
         """Start the next step of members that run beside the host, before the decoding loop comes to it.
 
@@ -163,7 +154,6 @@ class LiveRows:
 
     def append(self, row: int, primary_id: int) -> None:
         """Take in one of the primary's ids, of an entry whose bytes follow by `write_bytes` when it is complete."""
-        self._lengths[row] += 1
         if self.runs_primary:
             self.states[0].contexts[self._place_of[row]].ids.append(primary_id)
 
@@ -187,7 +177,6 @@ class LiveRows:
         if list(parents) != list(range(len(parents))):
             for state in self.states.values():
                 state.select(parents, [state.contexts[parent].copy() for parent in parents])
-            self._lengths = [self._lengths[parent] for parent in parents]
 
     def drop(self, rows: Collection[int]) -> None:
         """Let rows end."""
@@ -197,7 +186,7 @@ class LiveRows:
         self.live = [self.live[place] for place in kept]
         self._place_of = {row: place for place, row in enumerate(self.live)}
         for state in self.states.values():
-            state.select(kept, [state.contexts[place] for place in kept])
+            state.select(kept)
 
     def without_room(self, ends: Sequence[int]) -> set[int]:
         """Rows that have to end because a member has no position left for what was just written; a warning says so.
@@ -230,6 +219,6 @@ class LiveRows:
             limit = member.max_positions
             if limit is not None and (index == 0 or index in self.states):
                 for place, row in enumerate(self.live):
-                    length = len(self.states[index].contexts[place].ids) if index else self._lengths[row]
-                    if length > limit:
+                    of_primary = self._prompt_lengths[row] + self.num_steps
+                    if (len(self.states[index].contexts[place].ids) if index else of_primary) > limit:
                         yield row, member, limit

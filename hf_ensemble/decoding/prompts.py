@@ -207,7 +207,7 @@ def read_prompts(
                     contexts[index].append(MemberContext.of_ids(member.encoder, row))
                 elif given is None and conversation is not None:
                     rendered = member.renderer.ids(conversation)
-                    contexts[index].append(MemberContext.of_rendering(member.encoder, resync, rendered))
+                    contexts[index].append(MemberContext.of_ids(member.encoder, rendered, resync))
                 else:
                     data = text if given is None else given.encode("utf-8", "replace")
                     contexts[index].append(MemberContext(member.encoder, resync, data))
@@ -225,7 +225,7 @@ def read_prompts(
 
 
 def expand_prompts(
-    states: Mapping[int, MemberState[MemberContext]], prompt_of_row: Sequence[int], waiting: Collection[int] = ()
+    states: Mapping[int, MemberState], prompt_of_row: Sequence[int], waiting: Collection[int] = ()
 ) -> None:
     """Run every distinct prompt once and give each row a copy of its prompt's state.
 

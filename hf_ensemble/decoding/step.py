@@ -183,6 +183,16 @@ class FusedStep:
             return rows
         return fold(rows, self.method.first_ids_beyond_primary, self._width)
 
+    def entry(self, column: int) -> tuple[list[int], bytes]:
+        """The primary's ids that write an entry, none where it cannot, and the bytes that the entry writes.
+
+        Args:
+            column: An id of the primary, or a union id of what only another member has.
+        """
+        if column < self._width:
+            return [column], self.members[0].encoder.token_bytes.write([column])
+        return self.method.union.continuation(column, 0) or [], self.method.union.entry(column)
+
     def _plan(self, reader: Reader, weights: Tensor, deciding: Sequence[int] | None) -> tuple[Tensor, set[int] | None]:
         """The weights of every position once it is known who decides there, and the positions that a gate closed."""
         plan = weights

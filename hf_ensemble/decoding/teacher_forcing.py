@@ -1,4 +1,4 @@
-"""One member's logits at every step of given texts: many steps to a forward pass."""
+"""One member's logits at every step of given texts, many steps to a forward pass, and its log-probabilities."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..members.member import Member
 from ..members.state import MemberState, PlainContext
 from ..vocabulary.context import MemberContext, num_common
+from ..vocabulary.token_bytes import NO_TOKEN
 
 _MAX_LOGITS = 2**26
 """Most logits of one member that are held at once."""
@@ -54,23 +55,20 @@ class ForcedText:
             context: The member's context after the prompt.
             written: What each step but the last writes.
         """
-        ids = list(context.ids)
-        changes: list[tuple[int, list[int]]] = []
-        sits_out = [context.sits_out]
+        shared, sits_out = [len(context.ids)], [context.sits_out]
+        tails: list[list[int]] = [[]]
         for data in written:
             before = list(context.ids)
             context.write(data)
             num_same = num_common(before, context.ids)
-            changes.append((num_same, context.ids[num_same:]))
+            for step in reversed(range(len(shared))):
+                if shared[step] <= num_same:
+                    break
+                tails[step] = before[num_same : shared[step]] + tails[step]
+                shared[step] = num_same
+            shared.append(len(context.ids))
+            tails.append([])
             sits_out.append(context.sits_out)
-        shared = [len(context.ids)]
-        for num_same, _ in reversed(changes):
-            shared.append(min(num_same, shared[-1]))
-        shared.reverse()
-        tails = [ids[shared[0] :]]
-        for (num_same, new), num_shared in zip(changes, shared[1:], strict=True):
-            ids[num_same:] = new
-            tails.append(ids[num_shared:])
         return cls(list(context.ids), shared, tails, sits_out)
 
     @property
@@ -101,7 +99,8 @@ class ForcedMember:
         self._texts = texts
         self._live = [row for row, text in texts.items() if text.num_steps]
         self._logits: list[Tensor] = []
-        self._place_of: dict[tuple[int, int], tuple[int, int]] = {}
+        # Of each row and step: the part of `_logits`, the row of that part, and where in it, counted from its end.
+        self._place_of: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def advance(self, start: int, stop: int) -> None:
         """Compute the logits of a block of steps, which follows the last one.
@@ -112,8 +111,7 @@ class ForcedMember:
         """
         live = [row for row in self._live if self._texts[row].num_steps > start]
         if live != self._live:
-            places = [self._live.index(row) for row in live]
-            self._state.select(places, [self._state.contexts[place] for place in places])
+            self._state.select([self._live.index(row) for row in live])
             self._live = live
         self._logits, self._place_of = [], {}
         if not live:
@@ -121,15 +119,15 @@ class ForcedMember:
         branches = [
             (row, step)
             for row in live
-            for step in range(start, min(stop, self._texts[row].num_steps))
+            for step in range(start, min(stop, self._texts[row].num_steps) - 1)
             if self._texts[row].tails[step] and not self._texts[row].sits_out[step]
         ]
-        if branches and self._state.cache_mode not in ("static", "repack"):
+        if branches and self._state.caches.mode not in ("static", "repack"):
             # States that cannot be cut follow the text as it grows.
             for step in range(start, stop):
-                self._run_step(step)
+                self._run_rows(step, step + 1)
             return
-        self._run_trunks(start, stop)
+        self._run_rows(start, stop)
         branches.sort(key=lambda branch: len(self._texts[branch[0]].tails[branch[1]]))
         width = max(len(self._texts[row].trunk) for row in live)
         size = max(1, _MAX_BRANCH_IDS // width)
@@ -147,8 +145,8 @@ class ForcedMember:
                 by_part.setdefault(self._place_of[pair][0], []).append(n)
         found = []
         for part, places in by_part.items():
-            index = torch.tensor([self._place_of[pairs[n]][1] for n in places], device=self._logits[part].device)
-            found.append((places, self._logits[part].index_select(0, index).float()))
+            at = torch.tensor([self._place_of[pairs[n]][1:] for n in places], device=self._logits[part].device)
+            found.append((places, self._logits[part][at[:, 0], at[:, 1]].float()))
         if len(found) == 1 and len(found[0][0]) == len(pairs):
             return found[0][1]
         taken = torch.zeros(len(pairs), self.member.vocab_size, device=self.member.device)
@@ -157,50 +155,40 @@ class ForcedMember:
         return taken
 
     @cached_property
-    def _state(self) -> MemberState[PlainContext]:
+    def _state(self) -> MemberState:
         """The state of the live rows; a prompt that several of them have is run once."""
-        first = {row: tuple(self._texts[row].context(0)) for row in self._live}
-        distinct = list(dict.fromkeys(first.values()))
-        if len(distinct) == len(self._live) or max(map(len, distinct)) == 1:
-            # To read a lone BOS in every row takes less than a pass of its own.
-            return MemberState(self.member, [PlainContext(list(ids)) for ids in first.values()])
-        state = MemberState(self.member, [PlainContext(list(ids)) for ids in distinct])
-        state.logits()
-        prompts = [distinct.index(ids) for ids in first.values()]
-        state.select(prompts, [PlainContext(list(distinct[n])) for n in prompts])
+        first = [self._texts[row].context(0) for row in self._live]
+        distinct = list(map(list, dict.fromkeys(map(tuple, first))))
+        # To read a lone BOS in every row takes less than a pass of its own.
+        shares = len(distinct) < len(first) and max(map(len, distinct)) > 1
+        state = MemberState(self.member, list(map(PlainContext, distinct if shares else first)))
+        if shares:
+            state.logits()
+            state.select(list(map(distinct.index, first)), list(map(PlainContext, first)))
         return state
 
-    def _run_trunks(self, start: int, stop: int) -> None:
-        wanted, ends = [], []
+    def _run_rows(self, start: int, stop: int) -> None:
+        """Bring every row to its last step here, and take the logits of the others on the way."""
+        wanted, places = [0] * len(self._live), []
         for place, row in enumerate(self._live):
             text = self._texts[row]
-            # A row of no id is no input for a model.
-            low, high = (max(1, text.shared[step]) for step in (start, min(stop, text.num_steps) - 1))
-            self._state.contexts[place].ids = text.trunk[:high]
-            wanted.append(high - low + 1)
-            ends.append(high)
-        logits = self._state.logits(wanted)
-        width = max(wanted)
-        for place, row in enumerate(self._live):
-            text = self._texts[row]
-            for step in range(start, min(stop, text.num_steps)):
-                at = width - 1 - (ends[place] - max(1, text.shared[step]))
-                self._place_of[row, step] = len(self._logits), place * width + at
-        self._logits.append(logits.reshape(-1, logits.shape[-1]))
+            steps = range(start, min(stop, text.num_steps))
+            if steps:
+                ids = self._state.contexts[place].ids = text.context(steps[-1])
+                # A row of no id is no input for a model.
+                ends = [*(max(1, text.shared[step]) for step in steps[:-1]), len(ids)]
+                for step, end in zip(steps, ends, strict=True):
+                    self._place_of[row, step] = len(self._logits), place, end - len(ids) - 1
+                wanted[place] = len(ids) - ends[0] + 1
+                places.append(place)
+        if places:
+            self._logits.append(self._state.logits(wanted, places))
 
     def _run_branches(self, branches: Sequence[tuple[int, int]]) -> None:
         contexts = [PlainContext(self._texts[row].context(step)) for row, step in branches]
         twin = self._state.fork([self._live.index(row) for row, _ in branches], contexts)
-        self._place_of.update((branch, (len(self._logits), place)) for place, branch in enumerate(branches))
-        self._logits.append(twin.logits())
-
-    def _run_step(self, step: int) -> None:
-        places = [place for place, row in enumerate(self._live) if self._texts[row].num_steps > step]
-        for place in places:
-            self._state.contexts[place].ids = self._texts[self._live[place]].context(step)
-        if places:
-            self._place_of.update(((self._live[place], step), (len(self._logits), place)) for place in places)
-            self._logits.append(self._state.logits(rows=places))
+        self._place_of.update((branch, (len(self._logits), place, -1)) for place, branch in enumerate(branches))
+        self._logits.append(twin.logits()[:, None])
 
 
 def advance_by_blocks(
@@ -226,3 +214,25 @@ def advance_by_blocks(
         steps = [(row, step) for row, count in enumerate(num_steps) for step in range(start, min(stop, count))]
         for n in range(0, len(steps), num_pairs):
             yield steps[n : n + num_pairs]
+
+
+class OwnLogProbs:
+    """Turns a member's logits into log-probabilities over its own ids, in float32; an id without a token has none.
+
+    Where a row of logits holds NaN or `inf`, or nothing but `-inf`, the row of log-probabilities has the maximum NaN.
+
+    Args:
+        member: The member.
+        over_all_ids: Whether ids without a token have a share too, as they do when the member decodes by itself.
+    """
+
+    def __init__(self, member: Member, over_all_ids: bool = False):
+        no_token = torch.as_tensor(member.encoder.token_bytes.kinds == NO_TOKEN, device=member.device)
+        self._left_out = None if over_all_ids else no_token
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Log-probabilities of the shape of the logits, `(..., vocab_size)`."""
+        logits = logits.float()
+        if self._left_out is not None:
+            logits = logits.masked_fill(self._left_out, -torch.inf)
+        return logits.log_softmax(-1)

@@ -5,10 +5,9 @@ from collections.abc import Collection, Mapping
 from .. import messages
 from ..members.member import Member
 from ..members.state import MemberState
-from ..vocabulary.context import MemberContext
 
 
-def warn_of_losses(states: Mapping[int, MemberState[MemberContext]], warned: set[int]) -> None:
+def warn_of_losses(states: Mapping[int, MemberState], warned: set[int]) -> None:
     """Warn once of every member whose view of the text has lost something.
 
     Args:

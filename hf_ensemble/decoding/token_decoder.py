@@ -18,18 +18,22 @@ from .step import Fused, FusedStep
 
 
 @dataclass
-class _Entry:
-    """An entry of several ids that a row is writing.
+class _Progress:
+    """How far one row is: the entry of several ids that it is writing, and its choices so far.
 
     Attributes:
-        to_write: The ids that are yet to be written.
+        to_write: The ids of the entry that are yet to be written.
         written: Those that have been.
         data: What the whole entry writes.
+        num_decided: Number of choices.
+        num_ensembled: Number of those that were not a gate's alone.
     """
 
     to_write: deque[int] = field(default_factory=deque)
     written: list[int] = field(default_factory=list)
     data: bytes = b""
+    num_decided: int = 0
+    num_ensembled: int = 0
 
 
 class TokenDecoder:
@@ -87,10 +91,8 @@ class TokenDecoder:
         self.scores_rows: list[Tensor] = []
         self._width = call.members[0].vocab_size
         self._input_ids = prompt_ids
-        self._entries = [_Entry() for _ in range(len(prompt_ids))]
+        self._progress = [_Progress() for _ in range(len(prompt_ids))]
         self._num_primary_forwards = 0
-        self._num_decided = [0] * len(prompt_ids)
-        self._num_ensembled = [0] * len(prompt_ids)
         self._recorded: Fused | None = None
         self._proposals: Proposals | None = None
         self._is_not_finite: Tensor | None = None
@@ -111,8 +113,7 @@ class TokenDecoder:
     @property
     def share_ensembled(self) -> list[float]:
         """For each row, the share of its choices so far that were not a gate's alone."""
-        pairs = zip(self._num_ensembled, self._num_decided, strict=True)
-        return [ensembled / max(decided, 1) for ensembled, decided in pairs]
+        return [row.num_ensembled / max(row.num_decided, 1) for row in self._progress]
 
     # Fusing
 
@@ -133,16 +134,16 @@ class TokenDecoder:
         """
         self._num_primary_forwards += 1
         live = self.rows.live
-        self._queued = [row for row in live if self._entries[row].to_write]
+        self._queued = [row for row in live if self._progress[row].to_write]
         if live and len(self._queued) == len(live):
             return scores
         self.rows.begin(scores.float())
         weights = self.call.weights.at(self.rows.num_steps, self._input_ids)
-        deciding = [row for row in live if not self._entries[row].to_write]
+        deciding = [row for row in live if not self._progress[row].to_write]
         fused = self._step.run(self.rows, weights, deciding, self.is_constrained)
         for row in deciding:
-            self._num_decided[row] += 1
-            self._num_ensembled[row] += fused.closed is None or row not in fused.closed
+            self._progress[row].num_decided += 1
+            self._progress[row].num_ensembled += fused.closed is None or row not in fused.closed
         self._last_plan = fused.plan
         self._is_not_finite = fused.is_not_finite
         if self._recorder is not None:
@@ -201,7 +202,7 @@ class TokenDecoder:
             Scores over the primary's ids: where the decision was made over the union vocabulary, 0 for the id to write
             and `-inf` elsewhere.
         """
-        next_ids = [self._entries[row].to_write[0] for row in self._queued]
+        next_ids = [self._progress[row].to_write[0] for row in self._queued]
         if self._queued and len(self._queued) == len(self.rows.live):
             forced = torch.zeros(scores.shape[0], dtype=torch.long)
             forced[self._queued] = torch.tensor(next_ids)
@@ -332,11 +333,14 @@ class TokenDecoder:
         )
 
     def _run_primary_ahead(self, last_ids: Tensor) -> None:
+        """Start the primary's next step, whose input is known on the device, before the host and the others follow."""
         live = self.rows.live
-        if not self.rows.runs_primary or any(self._entries[row].to_write for row in live):
+        if not self.rows.runs_primary or any(self._progress[row].to_write for row in live):
             return
         if self._last_plan is not None and bool((self._last_plan[live, 0] != 0).all()):
-            self.rows.run_primary_ahead(last_ids)
+            all_live = len(live) == len(last_ids)
+            last_ids = last_ids if all_live else last_ids[torch.tensor(live, device=last_ids.device)]
+            self.rows.states[0].run_ahead(last_ids)
 
     def follow_beams(self, input_ids: Tensor) -> bool:
         """Let the contexts follow rows that may have moved: each continues the row whose ids it extends by one.
@@ -370,7 +374,10 @@ class TokenDecoder:
 
     def _follow(self, row: int, primary_id: int, chosen: int) -> None:
         """Let one row's contexts follow an id: at once, or when the entry that it belongs to is complete."""
-        entry = self._entries[row]
+        entry = self._progress[row]
+        if not entry.to_write and chosen >= self._width:
+            ids, entry.data = self._step.entry(chosen)
+            entry.to_write, entry.written = deque(ids), []
         if entry.to_write and entry.to_write[0] == primary_id:
             entry.written.append(entry.to_write.popleft())
             self.rows.append(row, primary_id)
@@ -382,13 +389,4 @@ class TokenDecoder:
             for written in entry.written:
                 self.rows.write_bytes(row, self.members[0].encoder.token_bytes.write([written]))
             entry.to_write.clear()
-        elif chosen >= self._width:
-            union = self.method.union
-            ids, data = union.continuation(chosen, 0) or [], union.entry(chosen)
-            if ids and ids[0] == primary_id:
-                self.rows.append(row, primary_id)
-                self._entries[row] = _Entry(deque(ids[1:]), ids[:1], data)
-                if len(ids) == 1:
-                    self.rows.write_bytes(row, data)
-                return
         self.rows.write(row, primary_id)

@@ -77,7 +77,7 @@ class CachedRows(ABC):
         return None
 
     def beside(self) -> AbstractContextManager[None]:
-        """Launch beside all that is not told to wait for these rows."""
+        """Launch beside all that is not told to wait for these rows, which must have been read."""
         return nullcontext()
 
     def num_cached(self, row: int, text: Sequence[int]) -> int:

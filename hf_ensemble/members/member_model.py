@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 from functools import cached_property
 from typing import Any
 
@@ -79,6 +80,11 @@ class MemberModel:
         ]
         # OPT and its relatives keep two rows more than they have positions.
         return limit if {limit, limit + 2} & set(tables) else None
+
+    @property
+    def max_length(self) -> float:
+        """The same; infinite where nothing breaks."""
+        return math.inf if self.max_positions is None else self.max_positions
 
     def check_size(self) -> None:
         """Look whether the model still has the vocabulary with which the ensemble was made.

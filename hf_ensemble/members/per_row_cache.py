@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ class SeparateRows(CachedRows):
         super().__init__(num_rows)
         self.member = member
         self.mode = mode
-        self.num_forwards = 0
         self._rows = [_SeparateRow() for _ in range(num_rows)]
 
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
@@ -73,7 +73,7 @@ class SeparateRows(CachedRows):
         """Rows of their own that continue from these."""
         twin = copy.copy(self)
         twin.cached = [list(self.cached[row]) for row in rows]
-        twin._rows = [self._rows[row].fork() for row in rows]
+        twin._rows = [self._rows[row].twin() for row in rows]
         return twin
 
     def adopt(self, fork: "SeparateRows", rows: Sequence[int | None]) -> None:
@@ -88,14 +88,14 @@ class SeparateRows(CachedRows):
         self._rows = [self._rows[row].twin() if row in rows[:n] else self._rows[row] for n, row in enumerate(rows)]
 
 
+@dataclass
 class _SeparateRow:
-    """A cache, and snapshots to roll back to."""
+    """A cache, and snapshots to roll back to. The last of these is of what is in the cache."""
 
-    def __init__(self) -> None:
-        self.cache: Cache | None = None
-        self.logits: Tensor | None = None
-        self._snapshots: list[tuple[int, Cache | None]] = []  # of how many ids each is
-        self._held: tuple[int, Cache | None] | None = None
+    cache: Cache | None = None
+    logits: Tensor | None = None
+    _snapshots: list[tuple[int, Cache | None]] = field(default_factory=list)  # of how many ids each is
+    _held: tuple[int, Cache | None] | None = None
 
     def take_snapshot(self, num_ids: int) -> None:
         # States change in place, so a snapshot is a copy.
@@ -106,16 +106,8 @@ class _SeparateRow:
         self._held = self._snapshots[-1] if self._snapshots else None
 
     def twin(self) -> "_SeparateRow":
-        twin = self.fork()
-        twin.cache, twin.logits = copy.deepcopy(self.cache), self.logits
-        return twin
-
-    def fork(self) -> "_SeparateRow":
-        # The state itself is restored from the last snapshot. Snapshots never change, so both may hold the same ones.
-        twin = copy.copy(self)
-        twin._snapshots = list(self._snapshots)
-        twin.cache, twin.logits = None, None
-        return twin
+        # The state itself is restored from a snapshot. These never change, so both may hold the same ones.
+        return replace(self, cache=None, _snapshots=list(self._snapshots))
 
     def roll_back(self, num_kept: int, num_ids: int) -> int:
         """Return to the longest state of at most `num_kept` ids.

@@ -54,7 +54,7 @@ class _RoomyLayer(DynamicLayer):
             room = new.new_empty(*new.shape[:2], end + _ROOM, new.shape[-1])
             if start:
                 room[..., :start, :] = held
-            self._with_room[name] = room
+            self._with_room = {**self._with_room, name: room}  # a fork may hold the same dictionary
         room[..., start:end, :] = new
         return room[..., :end, :]
 
@@ -201,25 +201,20 @@ class RepackedRows(CachedRows):
             layer.give_up_room()
         twin.cache = copy.copy(self.cache)
         twin.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
-        for layer in twin._filled_layers():
-            layer.give_up_room()
         twin.select(rows)
         return twin
 
     def adopt(self, fork: "RepackedRows", rows: Sequence[int | None]) -> None:
         """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
         num_rows = len(self.cached)
-        self._join(fork)
-        self.select([place if row is None else num_rows + row for place, row in enumerate(rows)])
-
-    def _join(self, other: "RepackedRows") -> None:
-        width = max(self.cache.get_seq_length(), other.cache.get_seq_length())
-        for mine, theirs in zip(self._filled_layers(), other._filled_layers(), strict=True):
+        width = max(self.cache.get_seq_length(), fork.cache.get_seq_length())
+        for mine, theirs in zip(self._filled_layers(), fork._filled_layers(), strict=True):
             dropped = max((width - layer.keys.shape[-2] for layer in (mine, theirs) if layer.num_dropped), default=0)
             mine.keys = _join_rows(mine.keys, theirs.keys, width - dropped)
             mine.values = _join_rows(mine.values, theirs.values, width - dropped)
             mine.num_dropped = dropped
-        self.cached = [*self.cached, *other.cached]
+        self.cached = [*self.cached, *fork.cached]
+        self.select([place if row is None else num_rows + row for place, row in enumerate(rows)])
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep, repeat or drop rows."""

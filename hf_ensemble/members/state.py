@@ -2,22 +2,15 @@
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cached_rows import AHEAD, CachedRows
 from .member import Member
-
-
-class Context(Protocol):
-    """What a state reads of a row."""
-
-    ids: list[int]
 
 
 @dataclass
@@ -27,15 +20,12 @@ class PlainContext:
     ids: list[int]
 
 
-C = TypeVar("C", bound=Context)
-
-
-class MemberState(Generic[C]):
+class MemberState:
     """A member's caches for the rows of a call: brings every row to its context and gives the logits after it.
 
     Args:
         member: The member.
-        contexts: One context a row.
+        contexts: One context a row: whatever has `ids`.
         mode: The cache mode; default: the member's.
         num_expected: Number of ids by which each row is expected to grow.
 
@@ -45,7 +35,7 @@ class MemberState(Generic[C]):
         num_forwards: Number of forward passes so far.
     """
 
-    def __init__(self, member: Member, contexts: Sequence[C], mode: str | None = None, num_expected: int = 0):
+    def __init__(self, member: Member, contexts: Sequence[Any], mode: str | None = None, num_expected: int = 0):
         self.member = member
         self.contexts = list(contexts)
         self.num_forwards = 0
@@ -56,19 +46,14 @@ class MemberState(Generic[C]):
         self._has_logits = [False] * len(self.contexts)  # whether `_logits` are those after what is cached of a row
 
     @cached_property
-    def _rows(self) -> CachedRows:
+    def caches(self) -> CachedRows:
         """The caches; made when they are first needed, since finding the mode runs the member."""
         return self.member.new_rows(len(self.contexts), self._num_expected, self._mode)
 
     @property
-    def cache_mode(self) -> str:
-        """How its caches follow a text; see `Member.cache_mode`."""
-        return self._rows.mode
-
-    @property
     def is_captured(self) -> bool:
         """Whether its steps run as CUDA graphs."""
-        return self.cache_mode == "static"
+        return self.caches.mode == "static"
 
     def logits(self, num_last: int | Sequence[int] = 1, rows: Sequence[int] | None = None) -> Tensor:
         """Bring rows to their contexts and return the logits after their last ids.
@@ -82,21 +67,21 @@ class MemberState(Generic[C]):
                 All are run the first time.
 
         Returns:
-            Logits of shape `(num_rows, vocab_size)`, or, if numbers above 1 are asked for, `(num_rows, num_last,
-            vocab_size)` with the greatest of them, on the member's device: each row's stand at the right edge, and what
-            is before them has no meaning. Nor have those of rows that were not wanted.
+            Logits of shape `(num_rows, vocab_size)` for the number 1, else `(num_rows, num_last, vocab_size)` with the
+            greatest of the numbers, on the member's device: each row's stand at the right edge, and what is before them
+            has no meaning. Nor have those of rows that were not wanted.
         """
         self.start(num_last, rows)
         self._collect()
         assert self._logits is not None
-        num_last = num_last if isinstance(num_last, int) else max(num_last)
-        logits = self._logits[:, -num_last:]
-        return logits[:, -1] if num_last == 1 else logits
+        if num_last == 1:
+            return self._logits[:, -1]
+        return self._logits[:, -(num_last if isinstance(num_last, int) else max(num_last)) :]
 
     def start(self, num_last: int | Sequence[int] = 1, rows: Sequence[int] | None = None) -> None:
         """Start what `logits` with the same arguments waits for, so that members run side by side."""
         of_rows = [num_last] * len(self.contexts) if isinstance(num_last, int) else list(num_last)
-        held, fresh = self._rows.cached, self._up_to_date()
+        held, fresh = self.caches.cached, self._up_to_date()
         wanted = set(range(len(held)) if rows is None else rows)
         # A row of nothing but padding is no input for a model.
         wanted.update(row for row, ids in enumerate(held) if not ids)
@@ -104,9 +89,9 @@ class MemberState(Generic[C]):
             return
         wanted |= fresh
         texts = [context.ids if row in wanted else held[row] for row, context in enumerate(self.contexts)]
-        self._logits = self._rows.forward(texts, [n if row in wanted else 0 for row, n in enumerate(of_rows)])
+        self._logits = self.caches.forward(texts, [n if row in wanted else 0 for row, n in enumerate(of_rows)])
         self._is_pending = True
-        self.num_forwards += self._rows.num_forwards
+        self.num_forwards += self.caches.num_forwards
         self._has_logits = [row in wanted for row in range(len(texts))]
 
     def run_ahead(self, last_ids: Tensor) -> bool:
@@ -120,11 +105,10 @@ class MemberState(Generic[C]):
         Returns:
             Whether it was started.
         """
-        limit = self.member.max_positions
-        is_full = limit is not None and any(len(context.ids) >= limit for context in self.contexts)
+        is_full = any(len(context.ids) >= self.member.max_length for context in self.contexts)
         if not self.contexts or is_full or len(self._up_to_date()) < len(self.contexts):
             return False
-        logits = self._rows.run_ahead(last_ids)
+        logits = self.caches.run_ahead(last_ids)
         if logits is None:
             return False
         self._logits, self._is_pending = logits, True
@@ -133,52 +117,43 @@ class MemberState(Generic[C]):
 
     def forget_ahead(self) -> None:
         """Roll back what ran ahead with ids that the host never learns."""
-        for row, ids in enumerate(self._rows.cached):
+        for row, ids in enumerate(self.caches.cached):
             while ids and ids[-1] == AHEAD:
                 ids.pop()
                 self._has_logits[row] = False
 
-    def num_cached(self, row: int, context: C) -> int:
+    def num_cached(self, row: int, context: Any) -> int:
         """How many leading ids of a context are in the cache of a row."""
-        return self._rows.num_cached(row, context.ids)
+        return self.caches.num_cached(row, context.ids)
 
     def _up_to_date(self) -> set[int]:
         """The rows whose contexts are what is cached, with the logits after it."""
-        lengths = {row: len(self.contexts[row].ids) for row, has_logits in enumerate(self._has_logits) if has_logits}
         return {
             row
-            for row, length in lengths.items()
-            if length == len(self._rows.cached[row]) == self.num_cached(row, self.contexts[row])
+            for row, (context, has_logits) in enumerate(zip(self.contexts, self._has_logits, strict=True))
+            if has_logits and len(context.ids) == len(self.caches.cached[row]) == self.num_cached(row, context)
         }
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Launch what follows on the device beside everything else, where the cache allows; the rows must have been read."""
-        return self._rows.beside()
 
     def _collect(self) -> None:
         if self._is_pending and self._logits is not None:
             self._is_pending = False
-            self._logits = self._rows.collect(self._logits)
+            self._logits = self.caches.collect(self._logits)
 
-    def hold(self) -> None:
-        """Remember the contexts as they are cached now, since rows will roll back to them."""
-        self._rows.hold()
-
-    def fork(self, rows: Sequence[int], contexts: Sequence[C]) -> "MemberState[C]":
+    def fork(self, rows: Sequence[int], contexts: Sequence[Any]) -> "MemberState":
         """Return a state of its own that continues from row `rows[n]` in its row n, where it follows `contexts[n]`."""
         self._collect()
-        twin: MemberState[C] = copy.copy(self)
-        twin._rows = self._rows.fork(rows)
+        twin = copy.copy(self)
+        twin.caches = self.caches.fork(rows)
         twin.contexts = list(contexts)
         twin.num_forwards = 0
         twin._logits, twin._has_logits = None, [False] * len(twin.contexts)
         return twin
 
-    def adopt(self, fork: "MemberState[C]", rows: Sequence[int | None]) -> None:
+    def adopt(self, fork: "MemberState", rows: Sequence[int | None]) -> None:
         """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay as it is."""
         self._collect()
         fork._collect()
-        self._rows.adopt(fork._rows, rows)
+        self.caches.adopt(fork.caches, rows)
         taken = [(place, row) for place, row in enumerate(rows) if row is not None]
         for place, row in taken:
             self.contexts[place] = fork.contexts[row]
@@ -188,19 +163,19 @@ class MemberState(Generic[C]):
             places, of_fork = torch.tensor(taken, device=own.device).T
             self._logits = own.index_copy(0, places, new[of_fork])
 
-    def select(self, rows: Sequence[int], contexts: Sequence[C]) -> None:
+    def select(self, rows: Sequence[int], contexts: Sequence[Any] | None = None) -> None:
         """Keep, repeat or drop rows: row n continues from what was row `rows[n]`, and now follows `contexts[n]`.
 
-        Where no row moves, nothing is waited for.
+        Where no row moves, nothing is waited for. Default: every row follows what it did.
         """
         if list(rows) != list(range(len(self.contexts))):
             self._collect()
-            if "_rows" in vars(self):
-                self._rows.select(rows)
+            if "caches" in vars(self):
+                self.caches.select(rows)
             self._has_logits = [self._has_logits[row] for row in rows]
             if self._logits is not None:
                 self._logits = self._logits[torch.tensor(list(rows), device=self._logits.device, dtype=torch.long)]
-        self.contexts = list(contexts)
+        self.contexts = [self.contexts[row] for row in rows] if contexts is None else list(contexts)
 
 
 def padded_left(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ seen, and overwritten when the row grows again.
 
 import copy
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -51,7 +51,6 @@ class StaticRows(CachedRows):
         num_new = most_new(texts, num_cached, num_last)
         lengths = list(map(len, texts))
         self._reserve(len(texts), max(lengths))
-        assert self._buffers is not None
         num_logits = max(num_last)
         width = next((width for width in WIDTHS if width >= num_new), num_new)
         num_rows = _power_of_two(len(texts)) if width in WIDTHS else len(texts)
@@ -64,9 +63,9 @@ class StaticRows(CachedRows):
         while width - begin > at_once:
             # The last pass holds all the ids whose logits are wanted.
             end = min(begin + at_once, width - num_logits)
-            self._run(torch.cat([packed[:, begin:end], packed[:, -1:] + begin], dim=-1), 1)
+            self._held.run(torch.cat([packed[:, begin:end], packed[:, -1:] + begin], dim=-1), 1)
             begin = end
-        logits = self._run(
+        logits = self._held.run(
             torch.cat([packed[:, begin:-1], packed[:, -1:] + begin], dim=-1),
             1 if num_logits == 1 else width if width in WIDTHS else num_logits,
         )
@@ -79,60 +78,54 @@ class StaticRows(CachedRows):
         if self._buffers is None or max(lengths) + 1 >= self._buffers.capacity:
             return None
         starts = [*lengths, *[-1] * (_power_of_two(len(lengths)) - len(lengths))]
-        logits = self._run(torch.tensor([[0, start] for start in starts]), 1, last_ids)
+        logits = self._held.run(torch.tensor([[0, start] for start in starts]), 1, last_ids)
         for held in self.cached:
             held.append(AHEAD)
         return logits[: len(lengths)]
 
     def beside(self) -> AbstractContextManager[None]:
         """Launch on the stream of the steps; the rows must have been read."""
-        assert self._buffers is not None
-        return self._buffers.beside()
+        return self._held.beside()
 
     def collect(self, logits: Tensor) -> Tensor:
         """Make the logits of the step that was started last one's own."""
-        assert self._buffers is not None
-        self._buffers.wait()
-        return logits.clone() if self._buffers.holds_logits else logits
+        self._held.wait()
+        return logits.clone() if self._held.holds_logits else logits
 
     def fork(self, rows: Sequence[int]) -> "StaticRows":
         """Rows of their own that continue from these."""
-        assert self._buffers is not None
         twin = copy.copy(self)
         twin.cached = [list(self.cached[row]) for row in rows]
-        buffers = twin._hold_buffers(_power_of_two(len(rows)), self._buffers.capacity)
-        buffers.take(self._buffers, rows, range(len(rows)), _longest(twin.cached))
+        buffers = twin._hold_buffers(_power_of_two(len(rows)), self._held.capacity)
+        buffers.take(self._held, rows, range(len(rows)), max(map(len, twin.cached)))
         return twin
 
     def adopt(self, fork: "StaticRows", rows: Sequence[int | None]) -> None:
         """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
         taken = {place: row for place, row in enumerate(rows) if row is not None}
-        longest = _longest(fork.cached[row] for row in taken.values())
+        longest = max(len(fork.cached[row]) for row in taken.values())
         self._reserve(len(self.cached), longest)
-        assert self._buffers is not None
-        assert fork._buffers is not None
-        self._buffers.take(fork._buffers, list(taken.values()), list(taken), longest)
+        self._held.take(fork._held, list(taken.values()), list(taken), longest)
         for place, row in taken.items():
             self.cached[place] = list(fork.cached[row])
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep, repeat or drop rows."""
-        if list(rows) == list(range(len(self.cached))):
-            return
         self.cached = [list(self.cached[row]) for row in rows]
         old = self._buffers
         if old is not None and rows and list(rows) != list(range(len(rows))):
             if len(rows) > old.num_rows:
                 give_back = self._give_back
                 buffers = self._hold_buffers(_power_of_two(len(rows)), old.capacity)
-                buffers.take(old, rows, range(len(rows)), _longest(self.cached))
+                buffers.take(old, rows, range(len(rows)), max(map(len, self.cached)))
                 give_back()
             else:
-                old.take(old, rows, range(len(rows)), _longest(self.cached))
+                old.take(old, rows, range(len(rows)), max(map(len, self.cached)))
 
-    def _run(self, packed: Tensor, num_logits: int, last_ids: Tensor | None = None) -> Tensor:
+    @property
+    def _held(self) -> StaticBuffers:
         assert self._buffers is not None
-        return self._buffers.run(packed, num_logits, last_ids)
+        return self._buffers
 
     def _reserve(self, num_rows: int, longest: int) -> None:
         """Have room for rows of up to `longest` ids, and for those that are expected."""
@@ -141,7 +134,7 @@ class StaticRows(CachedRows):
             self._hold_buffers(_power_of_two(num_rows), _capacity(longest + self._num_expected))
         elif longest >= old.capacity:
             buffers = self._hold_buffers(old.num_rows, _capacity(max(longest, int(GROWTH * old.capacity))))
-            buffers.take(old, range(num_rows), range(num_rows), _longest(self.cached))
+            buffers.take(old, range(num_rows), range(num_rows), max(map(len, self.cached)))
             give_back()
 
     def _hold_buffers(self, num_rows: int, capacity: int) -> StaticBuffers:
@@ -150,10 +143,6 @@ class StaticRows(CachedRows):
         self._give_back = weakref.finalize(self, self._pool.release, buffers)
         self._give_back.atexit = False
         return buffers
-
-
-def _longest(rows: Iterable[Sequence[int]]) -> int:
-    return max(map(len, rows))
 
 
 def _capacity(longest: int) -> int:

@@ -96,7 +96,7 @@ class TokenMode(Mode):
         """Score by the fused distribution of every step."""
         call = self.call
         method = call.kept.method(call.config, end_ids)
-        return TokenBatch(call.members, method, call.config, batch).score()
+        return TokenBatch(call, method, batch).score()
 
     def _primary_can_wait(self, method: TokenMethod) -> bool:
         """Whether the primary need not run in the decoding loop: not every step needs it, or its steps are captured."""

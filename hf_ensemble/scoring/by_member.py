@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import messages
-from ..decoding.own_log_probs import OwnLogProbs
-from ..decoding.teacher_forcing import ForcedMember, ForcedText, advance_by_blocks
+from ..decoding.teacher_forcing import ForcedMember, ForcedText, OwnLogProbs, advance_by_blocks
 from ..members.member import Member
 from .pairs import Pair
 
@@ -69,31 +68,26 @@ def score_by_member(
     check_positions(members, texts, names)
     scores = {}
     for index, rows in pairs.items():
-        forced = ForcedMember(members[index], texts[index])
-        scores[index] = _score(forced, OwnLogProbs(members[index], over_all_ids), rows, names)
+        member = members[index]
+        forced, own = ForcedMember(member, texts[index]), OwnLogProbs(member, over_all_ids)
+        found: list[list[float]] = [[] for _ in rows]
+        is_greedy = [True] * len(rows)
+        for steps in advance_by_blocks([forced], [len(pair.continuation) for pair in rows], member.vocab_size):
+            log_probs = own(forced.take(steps))
+            targets = torch.tensor([rows[row].continuation[step] for row, step in steps], device=log_probs.device)
+            best, choices = log_probs.max(-1)
+            host = torch.stack([log_probs.gather(-1, targets[:, None])[:, 0], choices == targets, best.isnan()])
+            for (row, step), log_prob, greedy, has_failed in zip(steps, *host.tolist(), strict=True):
+                if has_failed:
+                    where = "on the prompt" if names is None else f"in {names[row]} at step {step + 1}"
+                    raise member.not_finite(where)
+                found[row].append(log_prob)
+                is_greedy[row] &= bool(greedy)
+        scores[index] = [
+            OwnScore(torch.tensor(values, dtype=torch.float64), pair.num_bytes, greedy)
+            for values, pair, greedy in zip(found, rows, is_greedy, strict=True)
+        ]
     return scores
-
-
-def _score(
-    forced: ForcedMember, own: OwnLogProbs, pairs: Sequence[Pair], names: Sequence[str] | None
-) -> list[OwnScore]:
-    found: list[list[float]] = [[] for _ in pairs]
-    is_greedy = [True] * len(pairs)
-    for steps in advance_by_blocks([forced], [len(pair.continuation) for pair in pairs], forced.member.vocab_size):
-        log_probs = own(forced.take(steps))
-        targets = torch.tensor([pairs[row].continuation[step] for row, step in steps], device=log_probs.device)
-        best, choices = log_probs.max(-1)
-        host = torch.stack([log_probs.gather(-1, targets[:, None])[:, 0], choices == targets, best.isnan()])
-        for (row, step), log_prob, greedy, has_failed in zip(steps, *host.tolist(), strict=True):
-            if has_failed:
-                where = "on the prompt" if names is None else f"in {names[row]} at step {step + 1}"
-                raise forced.member.not_finite(where)
-            found[row].append(log_prob)
-            is_greedy[row] &= bool(greedy)
-    return [
-        OwnScore(torch.tensor(values, dtype=torch.float64), pair.num_bytes, greedy)
-        for values, pair, greedy in zip(found, pairs, is_greedy, strict=True)
-    ]
 
 
 def check_positions(

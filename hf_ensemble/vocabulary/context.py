@@ -55,16 +55,10 @@ class MemberContext:
             self._append(begun)
 
     @classmethod
-    def of_ids(cls, encoder: ByteEncoder, ids: Sequence[int]) -> "MemberContext":
-        """Make a context whose prompt is given as the member's own ids; it grows by `append`."""
+    def of_ids(cls, encoder: ByteEncoder, ids: Sequence[int], resync: Resync = "append") -> "MemberContext":
+        """Make a context whose prompt is given as the member's own ids, such as those that render a conversation."""
         context = cls(encoder, "append", b"")
         context.ids = list(ids)
-        return context
-
-    @classmethod
-    def of_rendering(cls, encoder: ByteEncoder, resync: Resync, ids: Sequence[int]) -> "MemberContext":
-        """Make a context whose prompt is a conversation, as the member's own template and ids render it."""
-        context = cls.of_ids(encoder, ids)
         if resync == "retokenize":
             context.resync = resync
             kinds = encoder.token_bytes.kinds

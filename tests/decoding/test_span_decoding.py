@@ -22,7 +22,7 @@ from hf_ensemble import (
     SpanStoppingCriteria,
     SweetSpanConfig,
 )
-from hf_ensemble.decoding.spans.propose import Proposer
+from hf_ensemble.decoding.spans.participant import Participant
 from tests import tiny
 from tests.bug_bank.kit import (
     contexts_of,
@@ -426,14 +426,14 @@ def test_forwards_in_a_round_are_at_most_those_of_the_longest_candidate_and_one(
 def test_forwards_of_random_members_in_a_round(ensemble, num_rows, monkeypatch):
     prompts = ["The capital of France is", "The cat", "Once upon a time", "She sells"][:num_rows]
     written = []
-    propose = Proposer.propose
+    propose = Participant.propose
 
-    def spy(self, one, rows):
-        proposals = propose(self, one, rows)
+    def spy(self, rows):
+        proposals = propose(self, rows)
         written.append(max(len(proposal.ids) for proposal in proposals))
         return proposals
 
-    monkeypatch.setattr(Proposer, "propose", spy)
+    monkeypatch.setattr(Participant, "propose", spy)
     generate(ensemble, prompts, method=SHORT_SPANS, max_new_tokens=1)  # members have tried out their caches
     written.clear()
     rounds = rounds_of(ensemble, prompts, method=SweetSpanConfig(span_length=2), max_new_tokens=30)

@@ -67,7 +67,7 @@ def assert_up_to_date(state, num_last=1):
 
 
 def window_layers(state):
-    return [layer for layer in state._rows.cache.layers if layer.is_sliding]
+    return [layer for layer in state.caches.cache.layers if layer.is_sliding]
 
 
 def widths_of(state):
@@ -101,7 +101,7 @@ def test_window_layers_hold_the_window_and_a_margin(member, lengths):
         assert_up_to_date(state)
         (width,) = set(widths_of(state))
         assert WINDOW + MARGIN < width <= WINDOW + 2 * MARGIN
-        assert state._rows.cache.get_seq_length() == max(len(context.ids) for context in state.contexts)
+        assert state.caches.cache.get_seq_length() == max(len(context.ids) for context in state.contexts)
 
 
 def test_few_steps_drop(member):
@@ -230,4 +230,4 @@ def test_models_without_windows_keep_every_position(member):
     for last in range(50, 60):
         state.contexts[0].ids = [*state.contexts[0].ids, last]
         state.logits()
-    assert {layer.keys.shape[-2] for layer in state._rows.cache.layers} == {40}
+    assert {layer.keys.shape[-2] for layer in state.caches.cache.layers} == {40}

@@ -166,10 +166,10 @@ def test_buffers_are_used_again_but_by_one_call_at_a_time(static):
         return state
 
     first, second = started(), started()
-    assert first._rows._buffers is not second._rows._buffers
-    held = first._rows._buffers
+    assert first.caches._buffers is not second.caches._buffers
+    held = first.caches._buffers
     del first
-    assert started()._rows._buffers is held
+    assert started().caches._buffers is held
 
 
 def test_a_failed_call_leaves_no_nan_behind(static):

@@ -5,17 +5,17 @@ Reference:
     (https://arxiv.org/abs/2409.18583).
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from transformers import LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ... import messages
 from ...errors import MemberError
 from ...members.member import Member
 from ...methods.base import eos_ids_of
-from ...methods.sweetspan import SweetSpanConfig
+from ...methods.sweetspan import SweetSpanConfig, choose_span
 from ...recording.decisions import Decisions
 from ...recording.spans import SpanCandidate, SpanRound, decisions_of_rounds
 from ...vocabulary.encoding import split_begun_character
@@ -23,9 +23,8 @@ from ..call import Call, end_ids
 from ..loop import Loop
 from ..prompts import expand_prompts, read_prompts
 from ..text_warnings import warn_of_losses
-from .propose import Proposal, Proposer
-from .score import Offer, choose, primary_ids, read, score
-from .state import Participant, SpanRow
+from .participant import Offer, Participant, Proposal, primary_ids
+from .rows import SpanRow
 
 
 @dataclass
@@ -68,19 +67,15 @@ class SpanDecoder:
         self._primary_eos = set(eos_ids[0])
         self._end_ids = [i for i in eos_ids[0] if members[0].is_control(i)]
         self._max_new = loop.max_new_tokens
-        self._min_new = max(settings.min_new_tokens or 0, (settings.min_length or 0) - loop.input_ids.shape[1])
-        processors = LogitsProcessorList(loop.processors)
-        self._proposer = Proposer(self._encoder, self._config, processors, bool(settings.do_sample), self._min_new)
+        min_new_tokens = max(settings.min_new_tokens or 0, (settings.min_length or 0) - loop.input_ids.shape[1])
         prompts = read_prompts(members, participants, "append", loop.input_ids, loop.mask, call.own_prompts)
-        self._participants = [
-            Participant(index, members[index], eos_ids[index], of_prompts, settings.use_cache is not False)
+        self._states = {
+            index: Participant(call, loop, index, eos_ids[index], of_prompts)
             for index, of_prompts in prompts.contexts.items()
-        ]
-        expand_prompts({one.index: one.state for one in self._participants}, prompts.prompt_of_row)
-        for one in self._participants:
-            one.contexts = list(one.state.contexts)
+        }
+        expand_prompts(self._states, prompts.prompt_of_row)
         self._rows = [
-            SpanRow(number, split_begun_character(prompts.texts[prompt])[1])
+            SpanRow(number, split_begun_character(prompts.texts[prompt])[1], min_new_tokens)
             for number, prompt in enumerate(prompts.prompt_of_row)
         ]
         # The rows that take part in the next round. A row's place is its index among them, for all members alike.
@@ -113,26 +108,30 @@ class SpanDecoder:
 
     def decide_round(self) -> None:
         """Decide one more span in every row that takes part: propose, score, choose, append."""
-        before = [one.num_forwards for one in self._participants]
-        proposals = {one.index: self._proposer.propose(one, self._live) for one in self._participants}
-        candidates = [self._candidates(place, proposals) for place in range(len(self._live))]
-        offers = [self._offers(place, of_row, proposals) for place, of_row in enumerate(candidates)]
-        for one in self._participants:
-            score(one, self._live, proposals[one.index], offers)
-        num_forwards = [0] * len(self._members)
-        for one, count in zip(self._participants, before, strict=True):
-            num_forwards[one.index] = one.num_forwards - count
+        before = {one.index: one.num_forwards for one in self._states.values()}
+        proposals = {one.index: one.propose(self._live) for one in self._states.values()}
+        offers = [self._offers(place, proposals) for place in range(len(self._live))]
+        for one in self._states.values():
+            one.score(self._live, proposals[one.index], offers)
+        num_forwards = tuple(
+            self._states[n].num_forwards - before[n] if n in before else 0 for n in range(len(self._members))
+        )
         winners = [self._decide(place, of_row, num_forwards) for place, of_row in enumerate(offers)]
-        for one in self._participants:
+        for one in self._states.values():
             one.follow([None if winner is None else winner.readings[one.index] for winner in winners])
         self._settle()
 
     # Candidates
 
-    def _candidates(self, place: int, proposals: Mapping[int, Sequence[Proposal]]) -> list[SpanCandidate]:
-        """The distinct candidates of one row: those that write something, and that the primary can write."""
+    def _offers(self, place: int, proposals: Mapping[int, Sequence[Proposal]]) -> list[Offer]:
+        """The distinct candidates of one row, as all members read them.
+
+        Left out is what writes nothing, what the primary cannot write, and that for which a member has no position left.
+        A row whose candidates are all left out for want of positions ends, with a warning.
+        """
+        taking_part = self._taking_part(place)
         proposers: dict[tuple[bytes, bool], list[int]] = {}
-        for one in self._taking_part(place):
+        for one in taking_part:
             span = proposals[one.index][place].span
             if span.data or span.has_eos:
                 proposers.setdefault((span.data, span.has_eos), []).append(one.index)
@@ -144,17 +143,30 @@ class SpanDecoder:
             and not self._ends_too_early(place, data)
         ]
         if not proposers:
-            for one in self._taking_part(place):
-                if len(one.contexts[place].ids) + len(proposals[one.index][place].ids) >= one.max_length:
+            for one in taking_part:
+                if len(one.contexts[place].ids) + len(proposals[one.index][place].ids) >= one.member.max_length:
                     self._warn_of_end(place, one.member)
                     return []
         if not candidates:
             raise self._no_candidate(place, proposers)
-        return candidates
+        offers = [
+            Offer(
+                item, {one.index: one.read(place, item, proposals[one.index][place]) for one in self._states.values()}
+            )
+            for item in candidates
+        ]
+        for one in taking_part:
+            fitting = [
+                offer for offer in offers if len(offer.readings[one.index].context.ids) <= one.member.max_length
+            ]
+            if offers and not fitting:
+                self._warn_of_end(place, one.member)
+            offers = fitting
+        return offers
 
     def _ends_too_early(self, place: int, data: bytes) -> bool:
         """Whether a span holds an id that ends the primary's text before it may end."""
-        missing = self._min_new - self._live[place].num_decided
+        missing = self._live[place].num_missing
         return missing > 0 and not self._primary_eos.isdisjoint((self._encoder.encode(data) or [])[:missing])
 
     def _no_candidate(self, place: int, proposed: Iterable[tuple[bytes, bool]]) -> MemberError:
@@ -168,59 +180,51 @@ class SpanDecoder:
                 "member the primary, or ask for fewer."
             )
         elif not self._taking_part(place):
-            names = ", ".join(repr(one.member.name) for one in self._participants)
+            names = ", ".join(repr(one.member.name) for one in self._states.values())
             reason = f"the prompt ends inside a character, which {names} cannot continue. Give a whole character."
         else:
             reason = f"none wrote a whole character within `max_span_tokens={self._config.token_limit}` ids. Raise it."
         return MemberError(f"no member proposed a span that can be written {self._live[place].where}: {reason}")
 
-    def _offers(
-        self, place: int, candidates: Sequence[SpanCandidate], proposals: Mapping[int, Sequence[Proposal]]
-    ) -> list[Offer]:
-        """Let all members read a row's candidates. Those for which one has no position left are dropped.
-
-        A row whose candidates are all dropped ends, with a warning.
-        """
-        offers = []
-        for candidate in candidates:
-            readings = {
-                one.index: read(one.contexts[place], one.index, candidate, proposals[one.index][place])
-                for one in self._participants
-            }
-            offers.append(Offer(candidate, readings))
-        for one in self._taking_part(place):
-            fitting = [offer for offer in offers if len(offer.readings[one.index].context.ids) <= one.max_length]
-            if offers and not fitting:
-                self._warn_of_end(place, one.member)
-            offers = fitting
-        return offers
-
     def _taking_part(self, place: int) -> list[Participant]:
         """Members that take part in a row: all but those that cannot follow a character that has begun."""
-        return [one for one in self._participants if not one.contexts[place].sits_out]
+        return [one for one in self._states.values() if not one.contexts[place].sits_out]
 
     # Deciding
 
-    def _decide(self, place: int, offers: Sequence[Offer], num_forwards: Sequence[int]) -> Offer | None:
+    def _decide(self, place: int, offers: Sequence[Offer], num_forwards: tuple[int, ...]) -> Offer | None:
         """Choose a row's span, keep a record of the round, and let the primary's ids of it be written."""
         row = self._live[place]
         if not offers:
             row.has_ended = True
             return None
-        members = [one.index for one in self._taking_part(place)]
-        number, candidates = choose(offers, members, len(self._members), self._config)
+        number, candidates = self._choose(place, offers)
         winner, reading = candidates[number], offers[number].readings.get(0)
         ids = self._encoder.encode_context_bytes(winner.data) if reading is None else reading.ids
         if winner.has_eos:
             row.has_ended = True
             best = None if reading is None else reading.eos_id
             ids = [*ids, self._end_ids[0] if best is None else best]
-        row.decide(SpanRound(tuple(candidates), number, tuple(num_forwards)), ids)
+        row.decide(SpanRound(tuple(candidates), number, num_forwards), ids)
         return offers[number]
+
+    def _choose(self, place: int, offers: Sequence[Offer]) -> tuple[int, list[SpanCandidate]]:
+        """The index of the candidate that is chosen, and all with their scores; without, if there is only one."""
+        candidates = [offer.candidate for offer in offers]
+        if len(offers) == 1:
+            return 0, candidates
+        kind, members = self._config.score, {one.index for one in self._taking_part(place)}
+        scores = [
+            tuple(offer.score(n, kind) if n in members else None for n in range(len(self._members)))
+            for offer in offers
+        ]
+        choice = choose_span(scores, self._config.filter_ratio, kind)
+        scored = zip(candidates, scores, choice.filtered, strict=True)
+        return choice.winner, [dataclasses.replace(item, scores=row, filtered=out) for item, row, out in scored]
 
     def _settle(self) -> None:
         """Warn of what members do not read exactly, and let only rows go on that need more."""
-        warn_of_losses({one.index: one.state for one in self._participants}, self._warned_lossy)
+        warn_of_losses(self._states, self._warned_lossy)
         self._keep([place for place in range(len(self._live)) if self._goes_on(place)])
 
     def _goes_on(self, place: int) -> bool:
@@ -228,7 +232,7 @@ class SpanDecoder:
         row = self._live[place]
         if row.has_ended or row.num_decided >= self._max_new:
             return False
-        full = [one for one in self._participants if len(one.contexts[place].ids) >= one.max_length]
+        full = [one for one in self._states.values() if len(one.contexts[place].ids) >= one.member.max_length]
         if full:
             self._warn_of_end(place, full[0].member)
         return not full
@@ -243,5 +247,5 @@ class SpanDecoder:
         if len(places) == len(self._live):
             return
         self._live = [self._live[place] for place in places]
-        for one in self._participants:
-            one.keep(places)
+        for one in self._states.values():
+            one.select(places)

@@ -1,7 +1,7 @@
 """Choosing an entry at every position, the same one whatever was drafted."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..proposals import Proposals
 from ..row_processors import RowProcessors
-from .chain import Chain
+from .rows import KeptRows, Row
 
 
 @dataclass
@@ -30,21 +30,7 @@ class Choices:
     is_empty: list[int]
     not_finite: list[list[int]]
     best: dict[int, list[int]]
-    kept: tuple[Tensor, Tensor] | None = None
-
-    @classmethod
-    def fetch(cls, chosen: "Chosen", is_not_finite: Tensor, best: Mapping[int, Tensor]) -> "Choices":
-        """Take what was chosen to the host, in one transfer.
-
-        Args:
-            chosen: The chosen entries.
-            is_not_finite: Where each member's logits were not, of shape `(num_positions, num_members)`.
-            best: For each member that may draft its own best ids, of shape `(num_positions,)`.
-        """
-        not_finite = is_not_finite.long().T
-        parts = [chosen.columns, chosen.is_empty.long(), *not_finite, *best.values()]
-        columns, is_empty, *rest = torch.stack(parts).tolist()
-        return cls(columns, is_empty, rest[: len(not_finite)], dict(zip(best, rest[len(not_finite) :], strict=True)))
+    kept: KeptRows | None = None
 
 
 class Chosen(NamedTuple):
@@ -84,37 +70,36 @@ class Chooser:
         self._seeds: list[list[int]] = [[] for _ in range(num_rows)]
         self._generator: torch.Generator | None = None
 
-    def choose(self, scores: Tensor, chains: Sequence[Chain], proposals: Proposals | None = None) -> Chosen:
+    def choose(self, scores: Tensor, rows: Sequence[Row], proposals: Proposals | None = None) -> Chosen:
         """Choose at all positions.
 
         Args:
             scores: The fused scores, of shape `(num_positions, width)`.
-            chains: The live rows.
+            rows: The live rows.
             proposals: What is proposed, where constraints may leave none of it.
         """
         if self._processors.read_ids:
-            return self._choose_one_by_one(scores, chains, proposals)
+            return self._choose_one_by_one(scores, rows, proposals)
         scores = self._processors.warp(scores)
-        entries = [(chain.row, at) for chain in chains for at in range(len(chain.positions))]
-        return Chosen(*self._pick(scores, [(row.number, row.num_entries + at) for row, at in entries]), scores)
+        entries = [(row.number, row.num_entries + at) for row in rows for at in range(len(row.positions))]
+        return Chosen(*self._pick(scores, entries), scores)
 
-    def _choose_one_by_one(self, scores: Tensor, chains: Sequence[Chain], proposals: Proposals | None) -> Chosen:
+    def _choose_one_by_one(self, scores: Tensor, rows: Sequence[Row], proposals: Proposals | None) -> Chosen:
         """Process and choose position by position, up to where each row departs from its draft."""
         columns = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
         is_empty = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
         falls_back = torch.zeros(len(scores), 1, dtype=torch.bool, device=scores.device)
         processed = torch.zeros_like(scores)
-        for chain in chains:
-            row = chain.row
-            for at, position in enumerate(chain.positions):
+        for row in rows:
+            for at, position in enumerate(row.positions):
                 here = slice(position, position + 1)
                 here_proposed = None if proposals is None else proposals.at(here)
                 constrained, falls_back[here] = self._processors.constrain(
-                    row.number, chain.new_ids(at), scores[here], here_proposed
+                    row.number, row.ids_after(at), scores[here], here_proposed
                 )
                 processed[here] = self._processors.warp(constrained)
                 columns[here], is_empty[here] = self._pick(processed[here], [(row.number, row.num_entries + at)])
-                if at == len(chain.columns) or int(columns[here]) != chain.columns[at]:
+                if at == len(row.columns) or int(columns[here]) != row.columns[at]:
                     break
         return Chosen(columns, is_empty, processed, falls_back)
 

@@ -22,13 +22,12 @@ from ..proposals import Proposals
 from ..row_processors import RowProcessors
 from ..step import Fused, FusedStep
 from ..text_warnings import warn_of_control, warn_of_losses
-from .chain import Chain, EntryWriter, number_positions
 from .choosing import Choices, Chooser
 from .draft_length import DraftLength
 from .drafting import Drafting
 from .drafts import MemberDrafter, PromptLookup
-from .reading import Reading, RoundReader
-from .rows import DecidedId, Row
+from .reading import Reading
+from .rows import EntryWriter, KeptRows, Row
 from .stats import SpeculationRound, SpeculationStats
 
 _NUM_QUIET = 4
@@ -72,7 +71,6 @@ class SpeculativeDecoder:
         self._end_ids = set(end_ids(loop.settings))
         self._keeps_rows = keeps_rows(loop.settings)
         self._filler = loop.filler or 0
-        self._width = members[0].vocab_size
         # Graphs are kept for each number of positions, of which a batch has too many.
         captures = len(loop.input_ids) == 1
         self._step = FusedStep(members, method, is_wide=not processors.read_ids, captures=captures)
@@ -81,22 +79,22 @@ class SpeculativeDecoder:
         running = deciding.union(drafters)
         prompts = read_prompts(members, running, method.resync, loop.input_ids, loop.mask, call.own_prompts)
         num_expected = self._max_new * 5 // 4 + draft_length.longest
-        self.states: dict[int, MemberState[MemberContext]] = {
+        self.states: dict[int, MemberState] = {
             index: MemberState(members[index], rows, num_expected=num_expected)
             for index, rows in prompts.contexts.items()
         }
         expand_prompts(self.states, prompts.prompt_of_row)
-        texts = [prompts.ids[prompt] for prompt in prompts.prompt_of_row]
         self._rows = [
-            Row(number, PromptLookup(ids, members[0].is_control) if uses_ngrams else None)
-            for number, ids in enumerate(texts)
+            Row(number, PromptLookup(prompts.ids[prompt], members[0].is_control) if uses_ngrams else None)
+            for number, prompt in enumerate(prompts.prompt_of_row)
         ]
         self._live = list(self._rows)
-        self._writer = EntryWriter(members, method, self._step.is_wide, deciding)
+        self._writer = EntryWriter(self._step, deciding)
         self._drafters = [MemberDrafter(index, self.states[index]) for index in drafters]
         self._drafting = Drafting(self._drafters, self._writer, draft_length, self._max_new)
         self._chooser = Chooser(processors, bool(loop.settings.do_sample), len(self._rows))
-        self._begun: list[Chain] | None = None
+        self._readings: dict[int, Reading] = {}  # of each member in this round
+        self._has_begun = False
         self._num_quiet = 0
         self._warned_control: set[int] = set()
         self._warned_lossy: set[int] = set()
@@ -131,61 +129,95 @@ class SpeculativeDecoder:
             self.decide_round()
         column = [row.pop() if is_live else None for row, is_live in zip(self._rows, live, strict=True)]
         if self._keeps_rows and any(column):
-            shown = [item or DecidedId(self._filler) for item in column]
-            logits, scores = zip(*(item.kept or self._forced(item.primary_id) for item in shown), strict=True)
+            shown = [item or (self._filler, None) for item in column]
+            logits, scores = zip(*(kept or self._forced(i) for i, kept in shown), strict=True)
             self.logits_rows.append(torch.stack(logits))
             self.scores_rows.append(torch.stack(scores))
-        return [None if item is None else item.primary_id for item in column]
+        return [None if item is None else item[0] for item in column]
 
     def decide_round(self) -> None:
         """Decide some more entries in every live row: draft, read, choose, and accept what agrees."""
-        chains = self._begun or self._begin()
-        self._begun = None
-        drafter = self._drafting.finish(chains)
+        if not self._has_begun:
+            self._begin()
+        self._has_begun = False
+        rows = self._live
+        drafter = self._drafting.finish(rows)
         start = self._drafting.length.clock()
-        number_positions(chains)
-        reader = RoundReader(self.states, chains, len(self.members), self.method.device)
-        weights = self._weights[[chain.row.number for chain in chains for _ in chain.contexts]]
-        fused = self._step.run(reader, weights, is_constrained=self._processors.read_ids)
-        choices = self._choose(fused, chains)
-        is_first = not any(row.rounds for row in self._live)
-        self._accept(chains, choices, drafter, reader.readings)
+        num_positions = 0
+        for row in rows:
+            row.positions = range(num_positions, num_positions + len(row.contexts))
+            num_positions = row.positions.stop
+        weights = self._weights[[row.number for row in rows for _ in row.positions]]
+        fused = self._step.run(self, weights, is_constrained=self._processors.read_ids)
+        choices = self._choose(fused)
+        is_first = not any(row.rounds for row in rows)
+        self._accept(choices, drafter)
         if not is_first:  # which reads the prompts
-            longest = max(len(chain.columns) for chain in chains)
+            longest = max(len(row.columns) for row in rows)
             self._drafting.length.verified(longest, self._drafting.length.clock() - start)
-        self._drafting.judge(chains, choices, fused.plan, drafter)
+        self._drafting.judge(rows, choices, fused.plan, drafter)
         if self._live and any(self.states[drafter.index].is_captured for drafter in self._drafters):
             # A GPU drafts while what has been decided is handed out.
-            self._begun = self._begin()
+            self._begin()
 
     def close(self) -> None:
         """Wait for a draft that nobody reads."""
-        self._begun = None
+        self._has_begun = False
         self._drafting.close()
 
-    def _begin(self) -> list[Chain]:
+    def _begin(self) -> None:
         """Begin a round of the live rows with their drafts."""
-        chains = [
-            Chain(row, {member: state.contexts[index] for member, state in self.states.items()})
-            for index, row in enumerate(self._live)
-        ]
-        self._drafting.begin(chains)
-        return chains
+        for index, row in enumerate(self._live):
+            row.begin({member: state.contexts[index] for member, state in self.states.items()})
+        self._drafting.begin(self._live)
+        self._has_begun = True
 
-    def _choose(self, fused: Fused, chains: Sequence[Chain]) -> Choices:
+    # What the fused step reads
+
+    def where(self, position: int) -> str:
+        """Say which row a position is in."""
+        return next(row.where for row in self._live if position in row.positions)
+
+    def sitting_out(self) -> dict[int, list[int]]:
+        """The positions at which each member cannot speak."""
+        texts = [contexts for row in self._live for contexts in row.contexts]
+        return {
+            index: [position for position, contexts in enumerate(texts) if contexts[index].sits_out]
+            for index in self.states
+        }
+
+    def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
+        """Drafts are refused beside a gate, which decides at every step who runs."""
+        raise AssertionError
+
+    def read(self, needed: Tensor) -> list[Tensor | None]:
+        """Let every member read all rows and their drafts in one forward pass."""
+        is_needed = needed.T.tolist()
+        # All members are started before one is waited for.
+        self._readings = {
+            index: Reading(index, state, self._live, is_needed[index], self.method.device)
+            for index, state in self.states.items()
+        }
+        return [self._readings[n].logits() if n in self._readings else None for n in range(len(self.members))]
+
+    # Choosing and accepting
+
+    def _choose(self, fused: Fused) -> Choices:
         """Choose at all positions; what is chosen reaches the host in one transfer."""
         best = {
-            drafter.index: torch.zeros(len(fused.plan), dtype=torch.long, device=self.method.device)
-            if (of_member := fused.logits[drafter.index]) is None
-            else self.method.masked(of_member, drafter.index).argmax(-1)
+            drafter.index: self.method.masked(of_member, drafter.index).argmax(-1)
             for drafter in self._drafters
+            if (of_member := fused.logits[drafter.index]) is not None
         }
         proposals = None if fused.whole is None else Proposals(fused.logprobs, fused.whole)
-        rows = fused.logprobs if proposals is None else proposals.offered
-        chosen = self._chooser.choose(rows + fused.level, chains, proposals)
+        offered = fused.logprobs if proposals is None else proposals.offered
+        chosen = self._chooser.choose(offered + fused.level, self._live, proposals)
         if not self._processors.read_ids:
-            self._run_primary_ahead(chains, chosen.columns)
-        choices = Choices.fetch(chosen, fused.is_not_finite, best)
+            self._run_primary_ahead(chosen.columns)
+        parts = [chosen.columns, chosen.is_empty.long(), *fused.is_not_finite.long().T, *best.values()]
+        columns, is_empty, *rest = torch.stack(parts).tolist()
+        not_finite, of_drafters = rest[: len(self.members)], rest[len(self.members) :]
+        choices = Choices(columns, is_empty, not_finite, dict(zip(best, of_drafters, strict=True)))
         if self._keeps_rows:
             decided = fused.logprobs
             if proposals is not None and chosen.falls_back is not None:
@@ -193,31 +225,29 @@ class SpeculativeDecoder:
             choices.kept = self._step.folded(decided), self._step.folded(chosen.scores)
         return choices
 
-    def _run_primary_ahead(self, chains: Sequence[Chain], columns: Tensor) -> None:
+    def _run_primary_ahead(self, columns: Tensor) -> None:
         """Where nothing is drafted, start the primary's next step before the host and the others follow."""
-        self._num_quiet = 0 if any(chain.columns for chain in chains) else self._num_quiet + 1
+        self._num_quiet = 0 if any(row.columns for row in self._live) else self._num_quiet + 1
         goes_on = any(len(row.ids) + 1 < self._max_new for row in self._live)
         if self._num_quiet >= _NUM_QUIET and goes_on:
             ids = self.method.primary_ids(columns) if self._step.is_wide else columns
             self.states[0].run_ahead(ids.to(self.members[0].device))
 
-    def _accept(
-        self, chains: Sequence[Chain], choices: Choices, drafter: str | None, readings: Mapping[int, Reading]
-    ) -> None:
+    def _accept(self, choices: Choices, drafter: str | None) -> None:
         """Take over what was chosen, up to where each row departs from its draft. A row that ends is no longer live."""
-        after = {n: self._accept_row(chain, choices, drafter) for n, chain in enumerate(chains)}
+        after = {n: self._accept_row(row, choices, drafter) for n, row in enumerate(self._live)}
         going_on = {n: contexts for n, contexts in after.items() if contexts is not None}
-        for member, reading in readings.items():
+        for member, reading in self._readings.items():
             reading.settle({n: contexts[member] for n, contexts in going_on.items()})
         self._live = [self._live[n] for n in going_on]
         warn_of_losses(self.states, self._warned_lossy)
 
-    def _accept_row(self, chain: Chain, choices: Choices, drafter: str | None) -> dict[int, MemberContext] | None:
+    def _accept_row(self, row: Row, choices: Choices, drafter: str | None) -> dict[int, MemberContext] | None:
         """Take over what was chosen in one row, and return every member's context after it; None if the row ends."""
-        row, contexts = chain.row, chain.contexts[0]
+        contexts = row.contexts[0]
         num_used = num_accepted = 0
         goes_on = True
-        for position, drafted in zip(chain.positions, [*chain.columns, None], strict=True):
+        for position, drafted in zip(row.positions, [*row.columns, None], strict=True):
             row.end = self._failure(row, position, choices)
             goes_on = row.end is None
             if not goes_on:
@@ -226,31 +256,25 @@ class SpeculativeDecoder:
             is_accepted = column == drafted
             num_used += 1
             num_accepted += is_accepted
-            contexts = chain.contexts[num_used] if is_accepted else self._writer.write(before, column)
+            contexts = row.contexts[num_used] if is_accepted else self._writer.write(before, column)
             ids = contexts[0].ids[len(before[0].ids) :]
             kept = choices.kept and (choices.kept[0][position].clone(), choices.kept[1][position].clone())
             goes_on = self._write(row, column, ids, contexts, kept)
             if not (goes_on and is_accepted):
                 break
-        num_drafted = len(chain.columns)
+        num_drafted = len(row.columns)
         row.rounds.append(SpeculationRound(drafter if num_drafted else None, num_drafted, num_accepted))
-        chain.used = chain.positions[:num_used]
+        row.used = row.positions[:num_used]
         return contexts if goes_on else None
 
     def _failure(self, row: Row, position: int, choices: Choices) -> MemberError | None:
-        where = f"in row {row.number} at step {len(row.ids) + 1}"
         for member, is_wrong in zip(self.members, choices.not_finite, strict=True):
             if is_wrong[position]:
-                return member.not_finite(where)
-        return messages.nothing_left(self._method_name, where) if choices.is_empty[position] else None
+                return member.not_finite(row.where)
+        return messages.nothing_left(self._method_name, row.where) if choices.is_empty[position] else None
 
     def _write(
-        self,
-        row: Row,
-        column: int,
-        ids: list[int],
-        contexts: Mapping[int, MemberContext],
-        kept: tuple[Tensor, Tensor] | None,
+        self, row: Row, column: int, ids: list[int], contexts: Mapping[int, MemberContext], kept: KeptRows | None
     ) -> bool:
         """Write an entry, given the contexts after it, and say whether the row goes on."""
         primary = self.members[0]
@@ -272,11 +296,11 @@ class SpeculativeDecoder:
         if len(indices) < len(self._live):
             self.close()  # what is begun is for other rows
             for state in self.states.values():
-                state.select(indices, [state.contexts[index] for index in indices])
+                state.select(indices)
             self._live = [self._live[index] for index in indices]
 
-    def _forced(self, primary_id: int) -> tuple[Tensor, Tensor]:
+    def _forced(self, primary_id: int) -> KeptRows:
         """The rows of logits and scores for an id that is forced: 0 there and `-inf` elsewhere."""
-        row = torch.full((self._width,), -torch.inf, device=self.method.device)
+        row = torch.full((self.members[0].vocab_size,), -torch.inf, device=self.method.device)
         row[primary_id] = 0.0
         return row, row

@@ -1,5 +1,6 @@
 """How many entries to draft: as many as decode the most entries a second, by what has been measured."""
 
+import functools
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,23 +17,6 @@ _MEMORY_OF_ONE = 8
 _MORE_PER_ENTRY = 0.03
 """By how much of a plain step each drafted entry is taken to lengthen a round, until it is measured: little, so that it
 is tried."""
-
-
-class _Times:
-    """The last seconds that something took, each with the round in which it was measured."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=_NUM_TIMES)
-
-    def add(self, now: int, seconds: float) -> None:
-        self._seen.append((now, seconds))
-
-    def least(self, now: int, num_needed: int = 1) -> float | None:
-        """The least of them, as the rest is the machine's other work; None if there are too few, or none is recent."""
-        if len(self._seen) < num_needed:
-            return None
-        memory = _MEMORY if len(self._seen) > 1 else _MEMORY_OF_ONE
-        return min((seconds for then, seconds in self._seen if now - then <= memory), default=None)
 
 
 class DraftLength:
@@ -65,8 +49,10 @@ class DraftLength:
         self._shares = dict(shares or {})
         self._num_trials = num_trials
         self._round = 0
-        self._verifying: dict[int, _Times] = defaultdict(_Times)
-        self._drafting: dict[str, _Times] = defaultdict(_Times)
+        # The last seconds that something took, each with the round in which it was measured.
+        times = functools.partial(deque[tuple[int, float]], maxlen=_NUM_TIMES)
+        self._verifying: dict[int, deque[tuple[int, float]]] = defaultdict(times)
+        self._drafting: dict[str, deque[tuple[int, float]]] = defaultdict(times)
         self._outcomes: dict[str, tuple[float, float]] = {}  # accepted, rejected
 
     def choose(self, drafters: Sequence[str], share: float = 1.0) -> tuple[str, int]:
@@ -93,7 +79,7 @@ class DraftLength:
         """
         self._round += 1
         self._outcomes = {name: (_FADING * good, _FADING * bad) for name, (good, bad) in self._outcomes.items()}
-        self._verifying[length].add(self._round, seconds)
+        self._verifying[length].append((self._round, seconds))
 
     def drafted(self, drafter: str, num_steps: int, seconds: float) -> None:
         """Take note of how long it took to draft.
@@ -103,7 +89,7 @@ class DraftLength:
             num_steps: Number of steps that it took, an entry of each row in each.
             seconds: How long all of them took.
         """
-        self._drafting[drafter].add(self._round, seconds / num_steps)
+        self._drafting[drafter].append((self._round, seconds / num_steps))
 
     def judged(self, drafter: str, num_accepted: int, num_rejected: int) -> None:
         """Take note of how much of a drafter's entries was accepted, or would have been.
@@ -140,8 +126,15 @@ class DraftLength:
         return (at_least + between) / 2
 
     def _drafting_seconds(self, drafter: str) -> float:
-        seconds = self._drafting[drafter].least(self._round)
+        seconds = self._least(self._drafting[drafter])
         return self._shares.get(drafter, 0.0) * self._round_seconds(0) if seconds is None else seconds
 
     def _least_seconds(self, length: int) -> float | None:
-        return self._verifying[length].least(self._round, self._num_trials)
+        return self._least(self._verifying[length], self._num_trials)
+
+    def _least(self, times: Sequence[tuple[int, float]], num_needed: int = 1) -> float | None:
+        """The least of them, as the rest is the machine's other work; None if there are too few, or none is recent."""
+        if len(times) < num_needed:
+            return None
+        memory = _MEMORY if len(times) > 1 else _MEMORY_OF_ONE
+        return min((seconds for then, seconds in times if self._round - then <= memory), default=None)

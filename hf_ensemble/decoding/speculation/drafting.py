@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from .chain import Chain, EntryWriter
 from .choosing import Choices
 from .draft_length import DraftLength
 from .drafts import NGRAM, Drafted, MemberDrafter
+from .rows import EntryWriter, Row
 
 
 class Drafting:
@@ -31,32 +31,30 @@ class Drafting:
         self._writer = writer
         self.length = length
         self._max_new = max_new_tokens
-        # For each live row: what look-up found, and by how many ids; and the most entries that may be drafted.
-        self._found: list[tuple[list[int], int]] = []
-        self._room: list[int] = []
         self._asked: tuple[MemberDrafter, Iterator[Drafted]] | None = None
 
-    def begin(self, chains: Sequence[Chain]) -> None:
+    def begin(self, rows: Sequence[Row]) -> None:
         """Begin to draft for the live rows.
 
         Nothing is drafted in the first round, which reads the prompts.
         """
-        texts = [chain.row.lookup for chain in chains]
-        self._found = [([], 0) if text is None else text.continuation(self.length.longest) for text in texts]
-        self._room = [max(0, self._max_new - len(chain.row.ids) - 1) for chain in chains]
-        if not any(chain.row.rounds for chain in chains):
+        for row in rows:
+            if row.lookup is not None:
+                row.found, row.found_by = row.lookup.continuation(self.length.longest)
+            row.room = max(0, self._max_new - len(row.ids) - 1)
+        if not any(row.rounds for row in rows):
             return
-        counts = Counter(found_by for draft, found_by in self._found if draft)
-        lengths = {n: self.length.choose([_lookup_by(n)], count / len(chains))[1] for n, count in counts.items()}
-        for chain, (draft, found_by), most in zip(chains, self._found, self._room, strict=True):
-            chain.follow(draft[: min(lengths.get(found_by, 0), most)], self._writer)
-        if self._drafters and any(self._room) and not any(chain.columns for chain in chains):
+        counts = Counter(row.found_by for row in rows if row.found)
+        lengths = {n: self.length.choose([_lookup_by(n)], count / len(rows))[1] for n, count in counts.items()}
+        for row in rows:
+            row.follow(row.found[: min(lengths.get(row.found_by, 0), row.room)], self._writer)
+        if self._drafters and any(row.room for row in rows) and not any(row.columns for row in rows):
             name, length = self.length.choose(list(self._drafters))
             if length:
                 drafter = self._drafters[name]
-                self._asked = drafter, drafter.draft([min(length, most) for most in self._room], self.length.clock)
+                self._asked = drafter, drafter.draft([min(length, row.room) for row in rows], self.length.clock)
 
-    def finish(self, chains: Sequence[Chain]) -> str | None:
+    def finish(self, rows: Sequence[Row]) -> str | None:
         """Wait for what is drafted, and let the live rows follow it as it comes.
 
         Returns:
@@ -67,11 +65,11 @@ class Drafting:
             (drafter, arriving), self._asked = self._asked, None
             name = drafter.member.name
             for drafted in arriving:
-                for chain, ids, most in zip(chains, drafted.ids, self._room, strict=True):
-                    chain.follow(self._writer.entries_of(ids, drafter.index)[:most], self._writer)
+                for row, ids in zip(rows, drafted.ids, strict=True):
+                    row.follow(self._writer.entries_of(ids, drafter.index)[: row.room], self._writer)
             if drafted.num_steps:
                 self.length.drafted(name, drafted.num_steps, drafted.seconds)
-        return name if any(chain.columns for chain in chains) else None
+        return name if any(row.columns for row in rows) else None
 
     def close(self) -> None:
         """Give up what has been begun, and wait for a GPU: its buffers may be given to another call."""
@@ -79,33 +77,33 @@ class Drafting:
             deque(self._asked[1], maxlen=0)
             self._asked = None
 
-    def judge(self, chains: Sequence[Chain], choices: Choices, weights: Tensor, drafter: str | None) -> None:
+    def judge(self, rows: Sequence[Row], choices: Choices, weights: Tensor, drafter: str | None) -> None:
         """Take note of how much was accepted: of the drafts, and of what others would have drafted.
 
         Args:
-            chains: The rows of the round.
+            rows: The rows of the round.
             choices: What was chosen.
             weights: The weights at all positions, of shape `(num_positions, num_members)`, on the CPU.
             drafter: Who drafted.
         """
         judged: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # accepted, rejected
-        for chain, (found, found_by) in zip(chains, self._found, strict=True):
-            if not chain.used:
+        for row in rows:
+            if not row.used:
                 continue
-            done = chain.row.rounds[-1]
+            done = row.rounds[-1]
             if done.drafter is not None:
-                counts = judged[_lookup_by(found_by) if done.drafter == NGRAM else done.drafter]
+                counts = judged[_lookup_by(row.found_by) if done.drafter == NGRAM else done.drafter]
                 counts[0] += done.num_accepted
-                counts[1] += done.num_accepted < min(done.num_drafted, len(chain.used))
-            if found and done.drafter != NGRAM:
-                judged[_lookup_by(found_by)][choices.columns[chain.used[0]] != found[0]] += 1
+                counts[1] += done.num_accepted < min(done.num_drafted, len(row.used))
+            if row.found and done.drafter != NGRAM:
+                judged[_lookup_by(row.found_by)][choices.columns[row.used[0]] != row.found[0]] += 1
         for name, other in self._drafters.items():
             if name == drafter:
                 continue
-            for position in itertools.chain(*(chain.used for chain in chains)):
+            for position in itertools.chain(*(row.used for row in rows)):
                 if weights[position, other.index] != 0:
                     own = other.member.encoder.token_bytes.entry(choices.best[other.index][position])
-                    data = self._writer.entry(choices.columns[position])[1]
+                    data = self._writer.step.entry(choices.columns[position])[1]
                     agrees = bool(own and data) and (own.startswith(data) or data.startswith(own))
                     judged[name][not agrees] += 1
         for name, counts in judged.items():

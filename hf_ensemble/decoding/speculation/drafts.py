@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...members.cached_rows import AHEAD
 from ...members.state import MemberState, PlainContext
-from ...vocabulary.context import MemberContext
 from ...vocabulary.token_bytes import NO_TOKEN
 
 NGRAM = "ngram"
@@ -104,7 +103,7 @@ class MemberDrafter:
         state: Its state.
     """
 
-    def __init__(self, index: int, state: MemberState[MemberContext]):
+    def __init__(self, index: int, state: MemberState):
         self.index = index
         self.member = state.member
         self._state = state
@@ -125,13 +124,10 @@ class MemberDrafter:
             iterator waits for it.
         """
         start, state = clock(), self._state
-        contexts = list(state.contexts)
-        limit = self.member.max_positions
-        if limit is not None and max(len(context.ids) for context in contexts) > limit:
-            return iter([Drafted([[] for _ in contexts], 0, 0.0)])
-        drafts = [PlainContext(list(context.ids)) for context in contexts]
-        active = [n for n, length in enumerate(lengths) if length > 0 and not contexts[n].sits_out]
-        state.contexts = drafts  # type: ignore[assignment]
+        contexts = state.contexts
+        fits = max(len(context.ids) for context in contexts) <= self.member.max_length
+        active = [n for n, length in enumerate(lengths) if fits and length > 0 and not contexts[n].sits_out]
+        state.contexts = drafts = [PlainContext(list(context.ids)) for context in contexts]
         if state.is_captured and len(active) == len(contexts):
             ids, events = self._write_chained(drafts, max(lengths))
             drafted = self._arriving(ids, lengths, clock() - start, events)
@@ -156,7 +152,7 @@ class MemberDrafter:
         if is_cuda:
             events[0].record(torch.cuda.current_stream(self.member.device))
         state.start()
-        with state.beside():
+        with state.caches.beside():
             num_written = 0
             while True:
                 best = self._best(state.logits())
@@ -196,7 +192,6 @@ class MemberDrafter:
         self, drafts: Sequence[PlainContext], lengths: Sequence[int], active: list[int]
     ) -> tuple[list[list[int]], int]:
         """Write in these rows until they are as long as wanted, and count the steps."""
-        limit = self.member.max_positions
         written: list[list[int]] = [[] for _ in drafts]
         num_steps = 0
         while active:
@@ -206,9 +201,8 @@ class MemberDrafter:
             for n in active:
                 written[n].append(best[n])
                 drafts[n].ids.append(best[n])
-            active = [
-                n for n in active if len(written[n]) < lengths[n] and (limit is None or len(drafts[n].ids) <= limit)
-            ]
+            most = self.member.max_length
+            active = [n for n in active if len(written[n]) < lengths[n] and len(drafts[n].ids) <= most]
         return written, num_steps
 
     def _best(self, logits: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """One member reads every row and its draft in one forward pass, and then follows what was written."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from torch import Tensor
 from ...members.state import MemberState
 from ...vocabulary.context import MemberContext
 from ..step import sent
-from .chain import Chain
+from .rows import Row
 
 
 class Reading:
-    """What one member reads in one round.
+    """What one member reads in one round. The forward pass starts at once, if any position needs it.
 
     A draft is read with the context at its end; a context before it that does not begin like this one is a branch: one
     more row of the same forward pass. The rows of the member's state are the live rows, and then the branches.
@@ -21,48 +21,39 @@ class Reading:
     Args:
         index: The member's number.
         state: Its state, with one row for each live row.
-        chains: The live rows.
+        rows: The live rows.
         is_needed: For each position, whether the member's logits are needed there.
         device: Where the logits are to be mixed.
     """
 
     def __init__(
-        self,
-        index: int,
-        state: MemberState[MemberContext],
-        chains: Sequence[Chain],
-        is_needed: Sequence[bool],
-        device: torch.device,
+        self, index: int, state: MemberState, rows: Sequence[Row], is_needed: Sequence[bool], device: torch.device
     ):
         self._state = state
         self._device = device
         self._num_positions = len(is_needed)
         # Of each row of the state: its context, the live row that it belongs to, and after how many of its last ids
         # logits are wanted.
-        self._contexts = [chain.contexts[0][index] for chain in chains]
-        self._parents = list(range(len(chains)))
-        self._num_last = [1] * len(chains)
-        self._rows_of: list[list[int]] = [[] for _ in chains]  # rows of the state that are read for each live row
+        self._contexts = [row.contexts[0][index] for row in rows]
+        self._parents = list(range(len(rows)))
+        self._num_last = [1] * len(rows)
+        self._rows_of: list[list[int]] = [[] for _ in rows]  # rows of the state that are read for each live row
         self._wanted: list[tuple[int, int, int]] = []  # position, row, and how far from its end
-        for live_index, chain in enumerate(chains):
-            for contexts, position in zip(reversed(chain.contexts), reversed(chain.positions), strict=True):
+        for live_index, row in enumerate(rows):
+            for contexts, position in zip(reversed(row.contexts), reversed(row.positions), strict=True):
                 if is_needed[position]:
                     self._want(position, live_index, contexts[index])
         self._wanted.sort()
-        self._read_rows = sorted(row for rows in self._rows_of for row in rows)
+        self._read_rows = sorted(itertools.chain(*self._rows_of))
+        if self._wanted:
+            self._start()
 
-    def start(self) -> None:
-        """Start the forward pass, if any position needs it."""
-        if not self._wanted:
-            return
+    def _start(self) -> None:
         positions, rows, from_end = zip(*self._wanted, strict=True)
         columns = [max(self._num_last) - 1 - distance for distance in from_end]
         self._at = sent([rows, columns], self._state.member.device)
         self._positions = sent(positions, self._device) if len(positions) < self._num_positions else None
-        if len(self._contexts) > len(self._rows_of):
-            self._state.select(self._parents, self._contexts)
-        else:
-            self._state.contexts = self._contexts
+        self._state.select(self._parents, self._contexts)
         self._state.start(self._num_last, rows=self._read_rows)
 
     def logits(self) -> Tensor | None:
@@ -73,8 +64,6 @@ class Reading:
         if not self._wanted:
             return None
         logits = self._state.logits(self._num_last, rows=self._read_rows)
-        if logits.ndim == 2:
-            logits = logits[:, None]
         taken = logits[self._at[0], self._at[1]].to(self._device).float()
         if self._positions is not None:
             spread = taken.new_zeros(self._num_positions, taken.shape[-1])
@@ -110,48 +99,3 @@ class Reading:
         distance = len(self._contexts[row].ids) - len(ids)
         self._num_last[row] = max(self._num_last[row], distance + 1)
         self._wanted.append((position, row, distance))
-
-
-@dataclass
-class RoundReader:
-    """Lets members read a round, and gives their logits at its positions to the fused step.
-
-    Attributes:
-        states: The members' states, by member index.
-        chains: The live rows, with their positions numbered.
-        num_members: Number of members.
-        device: Where the logits are to be mixed.
-        readings: What each member has read, by member index.
-    """
-
-    states: Mapping[int, MemberState[MemberContext]]
-    chains: Sequence[Chain]
-    num_members: int
-    device: torch.device
-    readings: dict[int, Reading] = field(default_factory=dict)
-
-    def where(self, position: int) -> str:
-        """Say which row a position is in."""
-        chain = next(chain for chain in self.chains if position in chain.positions)
-        return f"in row {chain.row.number} at step {len(chain.row.ids) + 1}"
-
-    def sitting_out(self) -> dict[int, list[int]]:
-        """The positions at which each member cannot speak."""
-        texts = [contexts for chain in self.chains for contexts in chain.contexts]
-        return {
-            index: [position for position, contexts in enumerate(texts) if contexts[index].sits_out]
-            for index in self.states
-        }
-
-    def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
-        """Drafts are refused beside a gate, which decides at every step who runs."""
-        raise AssertionError
-
-    def read(self, needed: Tensor) -> list[Tensor | None]:
-        """Let every member read all rows and their drafts in one forward pass."""
-        is_needed = needed.T.tolist()
-        for index, state in self.states.items():
-            self.readings[index] = Reading(index, state, self.chains, is_needed[index], self.device)
-            # All members are started before one is waited for.
-            self.readings[index].start()
-        return [self.readings[n].logits() if n in self.readings else None for n in range(self.num_members)]
