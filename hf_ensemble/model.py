@@ -25,6 +25,9 @@ from .modes.stock_loop import StockLoopHooks
 from .scoring.likelihoods import Likelihoods, score_pairs
 from .scoring.pairs import read_pairs
 
+_OF_THE_PROMPT = ("input_ids", "attention_mask", "token_type_ids", "tokenizer")
+"""Keyword arguments of `generate` that say what the prompt is, or are none of the primary's."""
+
 
 class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, GenerationMixin):  # type: ignore[misc, override]
     """An ensemble of causal language models that decodes as one model.
@@ -251,10 +254,10 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         }
         try:
             call = self._call(method, weights)
-            call.has_cache = any(kwargs.get(key) is not None for key in ("past_key_values", "cache"))
-            settings = self._prepare_generation_config(  # type: ignore[misc]
+            settings, others = self._prepare_generation_config(  # type: ignore[misc]
                 generation_config, **{key: value for key, value in kwargs.items() if value is not None}
-            )[0]
+            )
+            call.primary_inputs = frozenset(others).difference(_OF_THE_PROMPT)
             refuse_for_ensembles(settings, {**refused, **kwargs})
             if output_decisions:
                 refuse_without_output(settings)

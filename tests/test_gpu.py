@@ -79,6 +79,19 @@ class TokenStreamer:
         return
 
 
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20}, {"repetition_penalty": 1.4}], ids=str)
+def test_a_primary_alone_runs_captured_and_writes_its_own_text(options):
+    ensemble = make("unite", ("cuda", "cuda"))
+    inputs = ensemble.tokenizer(PROMPTS, return_tensors="pt", padding=True).to("cuda")
+    found = []
+    for model, own in ((ensemble, {"weights": [1, 0]}), (ensemble.members[0], {})):
+        torch.manual_seed(3)
+        settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, **options, **own}
+        found.append(model.generate(**inputs, **settings).tolist())
+    assert found[0] == found[1]
+    assert any(buffers._steps for buffers in ensemble._members[0].buffer_pool._free)
+
+
 def test_a_row_may_end_while_a_step_runs_ahead():
     ensemble, expected = make("gac", ("cuda", "cuda")), make("gac", ("cpu", "cpu"))
     ends = list(range(0, 600, 7))

@@ -78,10 +78,10 @@ def time_ensemble(ensemble, ids: torch.Tensor, new_tokens: int, method: str, out
     return seconds_of(run) / new_tokens
 
 
-def time_again(ensemble, ids: torch.Tensor, new_tokens: int, method: str) -> float:
+def time_again(ensemble, ids: torch.Tensor, new_tokens: int, method: str, **options) -> float:
     """Seconds a token of the second of two equal calls: the first captures graphs, as other batch sizes had theirs."""
-    time_ensemble(ensemble, ids, new_tokens, method)
-    return time_ensemble(ensemble, ids, new_tokens, method)
+    time_ensemble(ensemble, ids, new_tokens, method, **options)
+    return time_ensemble(ensemble, ids, new_tokens, method, **options)
 
 
 def time_fusion(ensemble, method: str, repeats: int = 100) -> list[float]:
@@ -147,6 +147,12 @@ def variants_of(ensemble, args: argparse.Namespace, texts: list[torch.Tensor]) -
         variants[f"{member.name}, captured step of 1"] = functools.partial(steps, ids)
         variants[f"{member.name}, captured step of 8"] = functools.partial(steps, ids, 8)
         variants[f"{member.name}, captured step, batch 32"] = functools.partial(steps, ids.repeat(32, 1))
+    primary, alone = ensemble.member_views[0].name, [1.0] + [0.0] * (len(prompts) - 1)
+    for batch in {1, 32}:
+        ids = prompts[0].repeat(batch, 1)
+        variants[f"{primary} alone, batch {batch}"] = functools.partial(
+            time_again, ensemble, ids, args.new_tokens, args.methods[0], weights=alone
+        )
     for method in args.methods:
         inputs = {f"batch {batch}": prompts[0].repeat(batch, 1) for batch in args.batches}
         inputs |= {f"prompt {length}": texts[0][None, :length] for length in args.lengths}
@@ -234,6 +240,9 @@ def print_what_follows(ensemble, args: argparse.Namespace, prompt: torch.Tensor,
         ("naive: all text anew, dictionaries", statistics.median(naive)),
     ):
         print_row(name, f"{1e3 * value:.2f}", f"{1 / value:.1f}")
+    for batch, step in ((1, "step of 1"), (32, "step, batch 32")):
+        ratio = middle[f"{names[0]} alone, batch {batch}"] / middle[f"{names[0]}, captured {step}"]
+        print(f"{names[0]} alone at batch {batch}: {ratio:.2f} of its captured step, the prompt included")
     for method in args.methods:
         copies = show_copies(ensemble, prompt, method)
         print(f"\n{method}: fusing one step {milliseconds(time_fusion(ensemble, method), 3)} ms; {copies}")

@@ -82,7 +82,7 @@ class Call:
         own_prompts: What members read in place of the text of the prompt ids.
         num_decision_entries: Number of each member's best entries that are recorded at each decision; None where
             decisions are not recorded.
-        has_cache: Whether a cache was passed in.
+        primary_inputs: What was passed in for the primary beside its prompt: a cache, positions and the like, by name.
         settings: The generation config of `generate`, which the stock loop has prepared once it runs.
         arguments: Arguments of `generate` that are no generation options, by name.
     """
@@ -92,7 +92,7 @@ class Call:
     weights: StepWeights
     own_prompts: OwnPrompts | None = None
     num_decision_entries: int | None = None
-    has_cache: bool = False
+    primary_inputs: frozenset[str] = frozenset()
     settings: Any = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -100,6 +100,25 @@ class Call:
     def members(self) -> Sequence[Member]:
         """The members; the first is the primary."""
         return self.kept.members
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether a cache was passed in."""
+        return not self.primary_inputs.isdisjoint(("past_key_values", "cache"))
+
+    @property
+    def needs_stock_passes(self) -> bool:
+        """Whether something is asked for that only the primary's own passes through the decoding loop can give."""
+        settings = self.settings
+        outputs = settings.output_attentions or settings.output_hidden_states
+        return bool(
+            self.primary_inputs
+            or settings.num_beams > 1
+            or settings.use_cache is False
+            or settings.prefill_chunk_size is not None
+            or settings.cache_implementation not in (None, "dynamic")
+            or (settings.return_dict_in_generate and outputs)
+        )
 
     @property
     def participants(self) -> set[int]:

@@ -135,7 +135,8 @@ class Member(MemberModel):
     @property
     def is_captured(self) -> bool:
         """Whether its steps run as CUDA graphs."""
-        return self.cache_mode == "static"
+        is_possible = self._given_mode is not None or self.device.type == "cuda"  # or nothing need be tried
+        return is_possible and self.cache_mode == "static"
 
     def new_rows(self, num_rows: int, num_expected: int = 0, mode: str | None = None) -> CachedRows:
         """Make caches for the rows of a call.

@@ -21,6 +21,9 @@ WIDTHS = (1, 2, 4, 8, 16)
 GROWTH = 1.5
 """How much more capacity is taken where it has run out, and how much more than is asked for may be reused."""
 
+_MOST_SPARE = 4
+"""How many times the rows that are asked for reused buffers may have: a last, small batch needs no graphs of its own."""
+
 Masks = Callable[[Tensor, int], Any]
 
 
@@ -266,7 +269,7 @@ class BufferPool:
         """Give buffers to one user, who hands them back by `release`.
 
         Args:
-            num_rows: Number of rows.
+            num_rows: Least number of rows.
             capacity: Least number of slots a row.
             made_for: The fingerprint of the model, for who has taken it in this call.
         """
@@ -274,8 +277,8 @@ class BufferPool:
         with self._lock:
             for buffers in list(self._free):
                 # Graphs read weights where they were, also if buffers come back only after those were replaced.
-                fits = buffers.num_rows == num_rows and capacity <= buffers.capacity <= GROWTH * capacity
-                if fits and buffers.made_for == made_for:
+                fits = num_rows <= buffers.num_rows <= _MOST_SPARE * num_rows
+                if fits and capacity <= buffers.capacity <= GROWTH * capacity and buffers.made_for == made_for:
                     self._free.remove(buffers)
                     buffers.clear()
                     return buffers

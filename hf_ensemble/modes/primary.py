@@ -8,11 +8,13 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from ..decoding.call import end_ids
+from ..decoding.token_decoder import TokenDecoder
 from ..methods.base import MemberMaps, eos_ids_of
 from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found, score_alone
 from .base import Mode
 from .stock_loop import FollowingCriteriaList
+from .tokens import TokenMode
 
 
 class PrimaryMode(Mode):
@@ -20,6 +22,12 @@ class PrimaryMode(Mode):
 
     def refuse(self) -> None:
         """Nothing: what the primary can do by itself it can do here."""
+
+    def for_processors(self, stock: Sequence[Any], num_rows: int) -> Mode:
+        """Let captured steps take the place of the stock loop's, where there are any; output objects are its own."""
+        call = self.call
+        stays = call.settings.return_dict_in_generate or call.needs_stock_passes
+        return self if stays or not call.members[0].is_captured else CapturedPrimaryMode(call)
 
     def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Leave them as they are, but for what records decisions."""
@@ -54,3 +62,23 @@ class PrimaryMode(Mode):
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Score by the primary's own distribution."""
         return score_alone(self.call.members[0], batch)
+
+
+class CapturedPrimaryMode(TokenMode):
+    """The primary has all the weight, and its captured steps take the place of its passes through the stock loop."""
+
+    def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
+        """Leave them as they are, between what reads the primary's own state and what looks at what they left."""
+        call = self.call
+        decoder = self.decoder = TokenDecoder(
+            call,
+            call.method(),
+            prompt_ids,
+            prompt_mask,
+            end_ids=range(call.members[0].vocab_size),
+            is_wide=False,
+            runs_primary=True,
+            max_new_tokens=call.settings.max_length - prompt_ids.shape[1],
+        )
+        do_sample = call.settings.do_sample
+        return [lambda _, scores: decoder.fuse(scores), *stock, lambda _, scores: decoder.select(scores, do_sample)]

@@ -100,21 +100,11 @@ class TokenMode(Mode):
 
     def _primary_can_wait(self, method: TokenMethod) -> bool:
         """Whether the primary need not run in the decoding loop: not every step needs it, or its steps are captured."""
-        call, settings = self.call, self.call.settings
+        call = self.call
         gate = call.config.gate_rule
         needs_it = gate[0] == 0 if gate else 0 in call.weights.participants and not call.config.draws_one
         needs_it |= method.starts_from_primary
-        # What only its own pass through the decoding loop can give.
-        outputs = settings.output_attentions or settings.output_hidden_states
-        return not (
-            (needs_it and not call.members[0].is_captured)
-            or call.has_cache
-            or settings.num_beams > 1
-            or settings.use_cache is False
-            or settings.prefill_chunk_size is not None
-            or settings.cache_implementation not in (None, "dynamic")
-            or (settings.return_dict_in_generate and outputs)
-        )
+        return not (call.needs_stock_passes or (needs_it and not call.members[0].is_captured))
 
 
 def _refuse_all_but_plain_sampling(settings: Any, stock: Sequence[LogitsProcessor]) -> None:

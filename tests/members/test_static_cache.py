@@ -1,11 +1,12 @@
 """Steps over a cache of fixed size, as a GPU's captured ones are, here without graphs."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 
-from hf_ensemble import MemberError
+from hf_ensemble import EnsembleForCausalLM, MemberError
 from hf_ensemble.decoding.speculation.draft_length import DraftLength
 from hf_ensemble.members.member import Member
 from hf_ensemble.members.state import MemberState, PlainContext
@@ -15,13 +16,17 @@ from tests.contracts import PROMPTS, make_ensemble, padded
 from tests.test_contracts import ALL
 
 RECIPE = contracts.CORE_RECIPES[0]
-ALWAYS_STATIC = property(lambda member: "static", lambda member, mode: None)
 
 
 @pytest.fixture
 def static(monkeypatch):
     """Every member has a cache of fixed size."""
-    monkeypatch.setattr(Member, "cache_mode", ALWAYS_STATIC)
+    make_static(monkeypatch)
+
+
+def make_static(monkeypatch):
+    monkeypatch.setattr(Member, "cache_mode", property(lambda member: "static", lambda member, mode: None))
+    monkeypatch.setattr(Member, "is_captured", True)
 
 
 def pair(seed=0):
@@ -69,7 +74,7 @@ def test_contracts_hold(contract, method, static):
 )
 def test_texts_are_those_of_a_cache_that_grows(method, options, monkeypatch):
     expected = text_of(shared_pair(), method, **options)
-    monkeypatch.setattr(Member, "cache_mode", ALWAYS_STATIC)
+    make_static(monkeypatch)
     assert text_of(shared_pair(), method, **options).tolist() == expected.tolist()
 
 
@@ -172,6 +177,34 @@ def test_buffers_are_used_again_but_by_one_call_at_a_time(static):
     assert started().caches._buffers is held
 
 
+def test_buffers_for_more_rows_serve_fewer(static):
+    """The graphs of the last batch of many, which is smaller, are then there; but much memory is not held for little."""
+    member = pair()._members[0]
+    pool = BufferPool(member)
+    buffers = pool.acquire(8, 64)
+    for num_rows in (4, 2, 8):
+        pool.release(buffers)
+        assert pool.acquire(num_rows, 64) is buffers
+    pool.release(buffers)
+    assert pool.acquire(1, 64) is not buffers
+
+
+def test_fewer_rows_in_buffers_for_more_are_up_to_date(static):
+    member = pair()._members[0]
+    for num_rows in (8, 3, 1, 7):
+        rows = [[20 + 7 * row + n for n in range(5 + row)] for row in range(num_rows)]
+        state = MemberState(member, [PlainContext(row) for row in rows])
+        with torch.no_grad():
+            for new in (90, 91):
+                found = state.logits()
+                for row, logits in zip(rows, found, strict=True):
+                    expected = member.model(torch.tensor([row]), use_cache=False).logits[0, -1]
+                    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
+                for row in rows:
+                    row.append(new)
+        del state
+
+
 def test_a_failed_call_leaves_no_nan_behind(static):
     ensemble = pair()
     expected = text_of(ensemble, "gac").tolist()
@@ -223,3 +256,80 @@ def test_eager_attention_sees_what_sdpa_sees():
         with torch.no_grad():
             texts.append(state.logits())
     torch.testing.assert_close(*texts, atol=1e-4, rtol=1e-4)
+
+
+# --- The primary alone ------------------------------------------------------------------------------------------------
+
+ALONE = [
+    {},
+    {"eos_token_id": 260},
+    {"do_sample": True, "top_k": 20, "temperature": 0.8},
+    {"repetition_penalty": 1.5, "no_repeat_ngram_size": 3},
+    {"num_return_sequences": 2, "do_sample": True},
+    {"min_new_tokens": 5, "eos_token_id": [260, 262]},
+    {"num_beams": 2},
+    {"use_cache": False},
+    {"output_attentions": True, "return_dict_in_generate": True},
+]
+
+
+@pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+@pytest.mark.parametrize("options", ALONE, ids=str)
+def test_a_primary_alone_writes_what_the_stock_loop_writes(options, monkeypatch):
+    """By captured steps where the options leave them any."""
+    ensemble, found = pair(), []
+    for is_captured in (False, True):
+        if is_captured:
+            make_static(monkeypatch)
+        torch.manual_seed(7)
+        output = text_of(ensemble, "unite", weights=[1, 0], **options)
+        found.append(getattr(output, "sequences", output).tolist())
+    assert found[0] == found[1]
+
+
+def test_output_objects_of_a_primary_alone_are_the_stock_loops(static):
+    wanted = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    found = text_of(shared_pair(), "unite", weights=[1, 0], **wanted)
+    primary = shared_pair().members[0]
+    inputs = padded([shared_pair().tokenizer(prompt).input_ids for prompt in PROMPTS], fill=lambda n: 0)
+    expected = primary.generate(**inputs, max_new_tokens=12, do_sample=False, **wanted)
+    assert found.keys() == expected.keys()
+    assert all(map(torch.equal, found.logits, expected.logits))
+
+
+@contextlib.contextmanager
+def seen_by(model):
+    """What the model's forward is called with."""
+    seen = []
+    hook = model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def test_a_primary_alone_runs_once_an_id(static):
+    with seen_by(shared_pair().members[0]) as seen:
+        text_of(shared_pair(), "gac", weights=[1, 0], max_new_tokens=10, eos_token_id=[])
+    assert len(seen) == 10
+
+
+@pytest.mark.parametrize("weights", [[1, 0], [0.5, 0.5]], ids=str)
+def test_what_is_given_for_the_primarys_own_forward_is_not_passed_over(weights, static):
+    ensemble = shared_pair()
+    inputs = padded([ensemble.tokenizer(prompt).input_ids for prompt in PROMPTS], fill=lambda n: 0)
+    position_ids = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0) + 3
+    with seen_by(ensemble.members[0]) as seen:
+        ensemble.generate(**inputs, position_ids=position_ids, weights=weights, max_new_tokens=2, do_sample=False)
+    assert seen[0]["position_ids"].tolist() == position_ids.tolist()
+
+
+def test_nothing_is_tried_of_a_primary_alone_that_cannot_be_captured():
+    tokenizer = contracts.small()
+    model = tiny.tiny_llama(tokenizer, seed=1)
+    ensemble = EnsembleForCausalLM.from_members([model], [tokenizer])
+    with seen_by(model) as seen:
+        ensemble.generate(
+            **tokenizer("The cat", return_tensors="pt"), max_new_tokens=4, eos_token_id=[], do_sample=False
+        )
+    assert len(seen) == 4
