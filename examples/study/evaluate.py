@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="tiny members, after `train.py --small --kind full`")
     args = parser.parse_args()
     if args.small:
+        torch.set_num_threads(1)
         args.members = args.members or [["smollm2-qamr-full-s{seed}", "gemma-qamr-full-s{seed}"]]
         args.bits, args.max_new_tokens, args.dtype = args.bits or ["alone", "gac"], 4, "float32"
     if not args.members:

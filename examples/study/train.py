@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="tiny members, after `prepare.py --small`")
     args = parser.parse_args()
     if args.small:
+        torch.set_num_threads(1)  # more would only wait for one another
         args.learning_rate, args.epochs, args.batch_size = args.learning_rate or 1e-2, args.epochs or 8, 8
         if not (args.folder / "bases").exists():
             examples = read_set(args.folder, "qa_train", None)
@@ -152,7 +153,7 @@ class Training:
         fitting = int(MAX_ADAPTER_BYTES / 2 / sum(sizes))
         rank = self.args.rank or max(8, fitting - fitting % 8)
         rank = min(rank, 8) if self.args.small else rank
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        config = LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         self.adapted = get_peft_model(self.model, config, autocast_adapter_dtype=False)
 
     def encode(self, examples: list[dict]) -> list[Row]:
