@@ -23,6 +23,7 @@ import made_up
 import side_by_side
 import torch
 import transformers
+from cells import read_examples
 from members import BASES, TRAIN_SETS, base_path, member_name
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -59,7 +60,7 @@ def main() -> int:
         torch.set_num_threads(1)  # more would only wait for one another
         args.learning_rate, args.epochs, args.batch_size = args.learning_rate or 1e-2, args.epochs or 8, 8
         if not (args.folder / "bases").exists():
-            examples = read_set(args.folder, "qa_train", None)
+            examples = read_examples(args.folder, "qa_train")
             made_up.make_bases(args.folder / "bases", [x["prompt"] + " " + x["answers"][0] for x in examples])
 
     runs = [(base, seed) for base in args.bases for seed in args.seeds]
@@ -70,11 +71,6 @@ def main() -> int:
     stop_at = time.monotonic() + 60 * args.minutes
     done = [Training(args, base, seed).run(stop_at) for base, seed in runs]
     return 0 if all(done) else 3
-
-
-def read_set(folder: Path, name: str, limit: int | None) -> list[dict]:
-    lines = (folder / "sets" / f"{name}.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines[:limit]]
 
 
 class Training:
@@ -136,7 +132,10 @@ class Training:
             master.grad = torch.zeros_like(master)
         fused = torch.device(args.device).type == "cuda"
         self.optimizer = torch.optim.AdamW(self.masters, betas=(0.9, 0.95), weight_decay=0.01, fused=fused)
-        self.train, self.dev = (self.encode(read_set(args.folder, name, args.limit)) for name in TRAIN_SETS[args.task])
+        count = f":{args.limit}" if args.limit else ""
+        self.train, self.dev = (
+            self.encode(read_examples(args.folder, name + count)) for name in TRAIN_SETS[args.task]
+        )
         if self.state_file.exists():
             state = torch.load(self.state_file, map_location=args.device)
             self.step, self.log = state["step"], state["log"]
