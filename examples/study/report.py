@@ -39,6 +39,7 @@ class Group:
         self.questions = evaluation_set(task, examples)
         self.documents = [document_of(example["cluster"]) for example in examples]
         self.num_bytes = np.array([len(item.continuations[item.right].encode()) for item in self.questions.items])
+        self.known: dict[int, np.ndarray] = {}
         found = [key.system for key in cells if key.members in ensembles and key.task == task]
         self.systems = [system for system in dict.fromkeys(found) if system != "alone"]
 
@@ -58,7 +59,7 @@ class Group:
     def exact(self, member: int) -> np.ndarray:
         """Exact match of a member alone, of shape `(num_seeds, num_examples)`."""
         keys = [Key((own[member],), "alone", self.task, "write") for own in self.ensembles]
-        return np.array([exact_matches(self.questions, self.cells[key]) for key in keys])
+        return np.array([self.marked(self.cells[key]) for key in keys])
 
     @cached_property
     def shares(self) -> list[float]:
@@ -88,7 +89,10 @@ class Group:
         return ratio(np.mean(differences, axis=0), np.ones(len(self.documents)), self.documents)
 
     def marked(self, cell: dict) -> np.ndarray:
-        return exact_matches(self.questions, cell)
+        """Exact match of each example, which is marked once."""
+        if id(cell) not in self.known:
+            self.known[id(cell)] = exact_matches(self.questions, cell)
+        return self.known[id(cell)]
 
     def row(self, title: str, system: System) -> list[str]:
         """A line of the table."""
