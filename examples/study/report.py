@@ -193,13 +193,14 @@ def draw(file: Path, panels: dict[str, tuple[str, Points]]) -> bool:
     import matplotlib
     from matplotlib.figure import Figure
 
+    style = "none" if file.stem in ("gap", "disagreement") else "-"  # other ensembles, not one that changes
     with matplotlib.rc_context({"svg.hashsalt": "study", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(4.2 * len(tasks), 3.4), layout="constrained")
         for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
             for name, points in lines[task].items():
                 errors = [[g.value - g.low for _, g in points], [g.high - g.value for _, g in points]]
                 places, values = [x for x, _ in points], [g.value for _, g in points]
-                axes.errorbar(places, values, errors, marker="o", capsize=2, linewidth=0.8, label=name)
+                axes.errorbar(places, values, errors, marker="o", linestyle=style, capsize=2, label=name)
             axes.axhline(0, color="gray", linestyle=":")
             axes.set(title=task, xlabel=panels[task][0], ylabel="points above the better member")
             axes.legend(fontsize="x-small")
