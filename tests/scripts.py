@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def load_script(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Import a script, given by its path from the root, which finds what lies beside it."""
-    for folder in ("examples", "examples/benchmarks"):
+    for folder in ("examples", "examples/benchmarks", Path(path).parent):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)

@@ -1,0 +1,218 @@
+"""Members alone and ensembles of them on the study's sets; every finished cell is kept, and a run goes on.
+
+    python examples/study/evaluate.py --members smollm2-qamr-lora-s{seed} gemma-qamr-lora-s{seed} --seeds 0 1 2 --at-once 3
+    python examples/study/evaluate.py --members gemma smollm2 --systems alone gac unite --tasks qamr_test_a
+    python examples/study/evaluate.py --small       # after `train.py --small --kind full`
+
+`--members` may be repeated, the primary is first. A system is METHOD:OPTION=VALUE,...@WEIGHT,... as for `hf-ensemble eval
+--also`. A task is a set, or the first examples of one (`qamr_test_a:100`). The weights may be `@dev`, from the members' exact match on the development set; weights and an option's value may
+be `tuned`: the one that is best there. With `--bits` likelihoods of the answers are scored too.
+
+With `--minutes` no cell is begun that would probably not end in time, and a run that left something ends with exit code 3.
+"""
+
+import argparse
+import math
+import re
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import side_by_side
+import torch
+import transformers
+from cells import Cells, Key, add_cell, read_cells, read_examples
+from marks import evaluation_set, share_right
+from members import load
+
+from hf_ensemble import EnsembleForCausalLM, weights_from_scores
+from hf_ensemble.cli.eval import read_configuration
+from hf_ensemble.evaluation import EvaluationSet
+
+SYSTEMS = ["alone", "gac", "gac@dev", "unite:top_k=10", "sweetspan:span_length=1", "sweetspan:span_length=4"]
+DEV_SETS = {"qamr": "qa_dev", "squad": "qa_dev", "qa": "qa_dev", "gsm": "gsm_dev"}
+TUNED = {
+    "weights": ["0.5,0.5", "0.6,0.4", "0.4,0.6", "0.7,0.3", "0.3,0.7", "0.8,0.2", "0.2,0.8"],
+    "learning_rate": ["0.15", "0.05", "0.3", "0.6", "1.0"],
+    "top_k": ["10", "5", "20", "100"],
+    "threshold": ["0.5", "0.3", "0.7", "0.9"],
+}
+"""What is tried; of equals the first."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("study"), help="of the study")
+    parser.add_argument("--members", nargs="+", action="append", help="names, the primary first; may hold {seed}")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="what {seed} stands for")
+    parser.add_argument("--systems", nargs="+", default=SYSTEMS)
+    parser.add_argument("--tasks", nargs="+", default=["qamr_test_a", "squad_test_a"])
+    parser.add_argument("--bits", nargs="*", default=[], metavar="SYSTEM", help="of these bits per byte too")
+    parser.add_argument("--max-new-tokens", type=int, help="default: 32, on GSM8K 256")
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop in these")
+    parser.add_argument("--at-once", type=int, default=1, help="how many ensembles run at a time")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--small", action="store_true", help="tiny members, after `train.py --small --kind full`")
+    args = parser.parse_args()
+    if args.small:
+        torch.set_num_threads(1)
+        args.members = args.members or [["smollm2-qamr-full-s{seed}", "gemma-qamr-full-s{seed}"]]
+        args.bits, args.max_new_tokens, args.dtype = args.bits or ["alone", "gac"], 4, "float32"
+    if not args.members:
+        parser.error("--members are needed, or --small")
+
+    asked = [[name.format(seed=seed) for name in names] for seed in args.seeds for names in args.members]
+    ensembles = list(dict.fromkeys(map(tuple, asked)))
+    if args.at_once > 1 and len(ensembles) > 1:
+        options = _without(sys.argv[1:], ("--members", "--seeds", "--at-once"))
+        own = [[*options, "--members", *names] for names in ensembles]
+        return side_by_side.run_all(__file__, own, args.at_once)
+    stop_at = time.monotonic() + 60 * args.minutes
+    done = [Ensemble(args, names, stop_at).run() for names in ensembles]
+    return 0 if all(done) else 3
+
+
+def _without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Arguments less some options and their values."""
+    kept, is_kept = [], True
+    for argument in arguments:
+        if argument.startswith("--"):
+            is_kept = argument not in options
+        if is_kept:
+            kept.append(argument)
+    return kept
+
+
+class OutOfTime(Exception):
+    """The next cell would probably not end in time."""
+
+
+class Ensemble:
+    """Members together and alone, loaded when the first cell needs them."""
+
+    def __init__(self, args: argparse.Namespace, names: tuple[str, ...], stop_at: float):
+        self.args, self.names, self.stop_at = args, names, stop_at
+        self.cells: Cells = read_cells(args.folder)
+        self.model: EnsembleForCausalLM | None = None
+        self.longest = 0.0
+
+    def run(self) -> bool:
+        """Finish all cells; whether there was time for it."""
+        try:
+            for task in self.args.tasks:
+                for work, systems in (("write", self.args.systems), ("score", self.args.bits)):
+                    for system in systems:
+                        for names in [(name,) for name in self.names] if system == "alone" else [self.names]:
+                            self.cell(Key(names, system, task, work))
+        except OutOfTime:
+            print(f"{'+'.join(self.names)}: the time is over, run again to go on", file=sys.stderr)
+            return False
+        return True
+
+    def cell(self, key: Key) -> dict[str, Any]:
+        """Run a cell if it is not there."""
+        if key not in self.cells:
+            resolved = self.resolve(key)
+            if time.monotonic() + self.longest > self.stop_at:
+                raise OutOfTime
+            questions = self.questions(key.task)
+            began = time.perf_counter()
+            if self.model is None:
+                self.model = load(self.args.folder, self.names, self.args.device, self.args.dtype)
+            loaded = time.perf_counter()
+            run = self.write if key.work == "write" else self.score
+            cell = {"as": resolved, **run(key, resolved, questions)}
+            cell |= {"seconds": round(time.perf_counter() - loaded, 2), "load seconds": round(loaded - began, 2)}
+            self.longest = max(self.longest, time.perf_counter() - began)
+            cell["with"] = {
+                "device": torch.cuda.get_device_name() if self.model.device.type == "cuda" else "cpu",
+                "dtype": self.args.dtype,
+                "batch size": self.args.batch_size,
+                "versions": [torch.__version__, transformers.__version__],
+            }
+            add_cell(self.args.folder, self.names, key, cell)
+            self.cells[key] = cell
+            said = share_right(self.cells, key, questions) if key.work == "write" else sum(cell["bits"])
+            print(
+                f"{'+'.join(key.members)} {resolved} {key.task} {key.work}: {said:.4f}, {cell['seconds']} s",
+                flush=True,
+            )
+        return self.cells[key]
+
+    def questions(self, task: str) -> EvaluationSet:
+        return evaluation_set(task, read_examples(self.args.folder, task))
+
+    def dev_score(self, key: Key, system: str, members: tuple[str, ...]) -> float:
+        own = Key(members, system, DEV_SETS[key.task.split("_")[0]], "write")
+        self.cell(own)
+        return share_right(self.cells, own, self.questions(own.task))
+
+    def resolve(self, key: Key) -> str:
+        """The system with what is chosen on the development set."""
+        head, _, weights = key.system.partition("@")
+        if weights == "dev":
+            scores = [self.dev_score(key, "alone", (name,)) for name in key.members]
+            # Where nobody has answered anything, weights are equal.
+            found = weights_from_scores(scores) if any(scores) else [1 / len(scores)] * len(scores)
+            return f"{head}@{','.join(f'{weight:.4f}' for weight in found)}"
+        if "tuned" not in key.system:
+            return key.system
+        option = re.search(r"(\w+)=tuned", head)
+        name = option[1] if option else "weights"
+        tried = [key.system.replace("tuned", value) for value in TUNED[name]]
+        return max(tried, key=lambda system: self.dev_score(key, system, key.members))
+
+    def caller(self, key: Key, resolved: str) -> tuple[EnsembleForCausalLM, dict[str, Any]]:
+        """The ensemble, or the member as one, with its options."""
+        assert self.model is not None
+        if key.system == "alone":
+            return self.model.alone(key.members[0]), {}
+        method, weights = read_configuration(resolved)
+        return self.model, {"method": method, "weights": weights}
+
+    def write(self, key: Key, resolved: str, questions: EvaluationSet) -> dict[str, Any]:
+        """Greedy answers, and how many of the writer's tokens each has, the one that ends it included."""
+        model, options = self.caller(key, resolved)
+        tokenizer = model.tokenizer
+        pad = tokenizer.pad_token_id
+        options |= {
+            "do_sample": False,
+            "stop_strings": questions.stop_strings,
+            "tokenizer": tokenizer,
+            "pad_token_id": pad,
+        }
+        options["max_new_tokens"] = self.args.max_new_tokens or (256 if questions.marking == "number" else 32)
+        responses, tokens = [""] * len(questions.items), [0] * len(questions.items)
+        for places in self.batches([len(item.prompt) for item in questions.items]):
+            prompts = [questions.items[place].prompt for place in places]
+            inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
+            output = model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :].tolist()
+            for place, ids in zip(places, output, strict=True):
+                responses[place] = tokenizer.decode(ids, skip_special_tokens=True)
+                padding = next((n for n, token in enumerate(reversed(ids)) if token != pad), len(ids))
+                tokens[place] = len(ids) - max(0, padding - (pad == tokenizer.eos_token_id))
+        return {"responses": responses, "tokens": tokens}
+
+    def score(self, key: Key, resolved: str, questions: EvaluationSet) -> dict[str, Any]:
+        """Bits of each first accepted answer."""
+        model, options = self.caller(key, resolved)
+        prompts = [item.prompt for item in questions.items]
+        answers = [item.continuations[item.right] for item in questions.items]
+        found = model.score(prompts, answers, batch_size=self.args.batch_size, **options)
+        return {"bits": [round(-value / math.log(2), 4) for value in found.log_probs.tolist()]}
+
+    def batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Places of examples in batches of even sizes, the longest first."""
+        order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+        count = math.ceil(len(order) / self.args.batch_size)
+        cuts = [len(order) * n // count for n in range(count + 1)]
+        return [order[start:stop] for start, stop in pairwise(cuts)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""What examples are worth, and how sure one can be of it: exact match, F1, bits per byte, bootstrap over documents."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from cells import Cells, Key
+
+from hf_ensemble.evaluation import EvaluationSet, normalize_answer, read_set
+
+NUM_DRAWS = 10_000
+
+
+class Estimate(NamedTuple):
+    """A value and the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def evaluation_set(task: str, examples: Sequence[dict]) -> EvaluationSet:
+    """The examples as `hf_ensemble.evaluation` marks them: an answer is a line, or the last number.
+
+    Args:
+        task: Name of the set.
+        examples: Its examples.
+    """
+    records = [{"prompt": example["prompt"], "answers": example["answers"]} for example in examples]
+    return read_set(records, name=task, marking="number" if task.startswith("gsm") else "text")
+
+
+def exact_matches(questions: EvaluationSet, cell: dict) -> np.ndarray:
+    """1 or 0 for each example, of shape `(num_examples,)`.
+
+    Args:
+        questions: The set.
+        cell: Of written answers.
+    """
+    pairs = zip(cell["responses"], questions.items, strict=True)
+    return np.array([float(questions.is_right(response, item)) for response, item in pairs])
+
+
+def answer_of(response: str) -> str:
+    """The line that answers, normalised.
+
+    Args:
+        response: What was written.
+    """
+    return normalize_answer(response.partition("\n")[0])
+
+
+def f1_scores(questions: EvaluationSet, cell: dict) -> np.ndarray:
+    """SQuAD's F1 of each example, of shape `(num_examples,)`: over the words of the line, the best accepted answer counts.
+
+    Args:
+        questions: The set.
+        cell: Of written answers.
+    """
+    pairs = zip(cell["responses"], questions.items, strict=True)
+    return np.array(
+        [max(_f1(answer_of(text), normalize_answer(own)) for own in item.accepted) for text, item in pairs]
+    )
+
+
+def _f1(response: str, answer: str) -> float:
+    found, wanted = response.split(), answer.split()
+    common = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * common / (len(found) + len(wanted)) if common else 0.0
+
+
+def document_of(cluster: str) -> str:
+    """The document of a QAMR sentence, the article of an XQuAD paragraph, or the problem.
+
+    Args:
+        cluster: What the example is about.
+    """
+    return re.sub(r"(:\d+:\d+|#\d+)$", "", cluster)
+
+
+def ratio(values: np.ndarray, sizes: np.ndarray, clusters: Sequence[str]) -> Estimate:
+    """Sum of values over sum of sizes, with the percentile interval of a bootstrap over clusters.
+
+    Differences of paired values compare two systems; means over seeds pool them.
+
+    Args:
+        values: Of shape `(num_examples,)`.
+        sizes: Of shape `(num_examples,)`.
+        clusters: One an example.
+    """
+    names = sorted(set(clusters))
+    places = np.array([names.index(cluster) for cluster in clusters])
+    sums = [np.bincount(places, weights=numbers, minlength=len(names)) for numbers in (values, sizes)]
+    drawn = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), NUM_DRAWS)
+    low, high = np.percentile((drawn @ sums[0]) / (drawn @ sums[1]), [2.5, 97.5])
+    return Estimate(float(values.sum() / sizes.sum()), float(low), float(high))
+
+
+def share_right(cells: Cells, key: Key, questions: EvaluationSet) -> float:
+    """Exact match of a finished cell.
+
+    Args:
+        cells: All cells.
+        key: Of written answers.
+        questions: The set.
+    """
+    return float(exact_matches(questions, cells[key]).mean())

@@ -1,0 +1,195 @@
+"""The study's stages run one after the other in their small mode, and go on where they were stopped."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import ROOT, load_script, options_of, run_script, tables
+
+np = pytest.importorskip("numpy")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the primary .* wrote the control token", "ignore:`is_gradient_checkpointing` is deprecated"
+)
+FOLDER = ROOT / "examples" / "study"
+PAIR = ["smollm2-qamr-full-s{seed}", "gemma-qamr-full-s{seed}"]
+
+
+@pytest.fixture
+def stage(monkeypatch, tmp_path):
+    """Runs a stage in a folder of its own."""
+
+    def run(name, *arguments, folder=tmp_path / "study"):
+        return run_script(f"examples/study/{name}.py", ["--folder", folder, *arguments], monkeypatch)
+
+    return run
+
+
+def test_every_option_is_run_here():
+    source = Path(__file__).read_text("utf-8")
+    for path in FOLDER.glob("*.py"):
+        assert {option for option in options_of(path) if f'"{option}"' not in source} == set(), path.name
+
+
+def test_prepare_makes_the_same_sets_of_the_originals_and_of_no_document_two(stage, tmp_path, capsys):
+    stage("prepare", "--small")
+    originals = tmp_path / "study" / "originals"
+    clones = ["--qamr", originals, "--xquad", originals, "--gsm8k", originals]
+    stage("prepare", *clones, "--half", "b", folder=tmp_path / "other")
+    assert capsys.readouterr().out.count("NOT what the study had") == 4  # of half b, no hash is known
+
+    def read(name, folder="study"):
+        lines = (tmp_path / folder / "sets" / f"{name}.jsonl").read_text("utf-8").splitlines()
+        return list(map(json.loads, lines))
+
+    documents = [{x["cluster"].split(":")[2] for x in read(name)} for name in ("qa_train", "qa_dev", "qamr_test_a")]
+    assert sum(map(len, documents)) == len(set.union(*documents))
+    prompts = [x["prompt"] for x in read("qa_train")]
+    assert {prompt.partition("\n")[0].count("lives") for prompt in prompts} == {1, 2, 3, 4, 5}
+    problems = [
+        {x["cluster"] for x in read(f"gsm_test_{half}", where)} for half, where in (("a", "study"), ("b", "other"))
+    ]
+    assert not problems[0] & problems[1]
+    assert len(problems[0] | problems[1]) == 24
+
+
+def test_prepare_says_what_it_needs(stage):
+    with pytest.raises(SystemExit):
+        stage("prepare", "--qamr", "nowhere")
+
+
+def test_tokens_are_joined_as_they_are_written(monkeypatch):
+    script = load_script("examples/study/prepare.py", monkeypatch)
+    tokens = ["``", "It", "is", "n't", "-LRB-", "yet", "-RRB-", "Ann", "'s", "$", "5", ",", "''", "he", "said", "."]
+    assert script.join_tokens(tokens) == "\"It isn't (yet) Ann's $5,\" he said."
+
+
+def test_marks(monkeypatch):
+    marks = load_script("examples/study/marks.py", monkeypatch)
+    examples = [{"prompt": "?", "answers": ["the red fox", "a fox"]}, {"prompt": "?", "answers": ["12"]}]
+    questions = marks.evaluation_set("qamr_test_a", examples)
+    cell = {"responses": [" Fox!\nand more", " 21"]}
+    assert marks.exact_matches(questions, cell).tolist() == [1, 0]
+    cell = {"responses": [" red dog", " 21"]}
+    assert marks.f1_scores(questions, cell).tolist() == [0.5, 0]
+    assert [marks.document_of(x) for x in ("Wiki1k:wikinews:7:0:4", "Rome#3", "test5")] == [
+        "Wiki1k:wikinews:7", "Rome", "test5"
+    ]  # fmt: skip
+    assert marks.ratio(np.array([2.0, 4.0]), np.array([1.0, 2.0]), ["x", "y"]) == (2, 2, 2)
+    wide = marks.ratio(np.array([1.0, 1, -1, -1]), np.ones(4), ["x", "x", "y", "y"])
+    assert wide == (0, -1, 1)
+
+
+@pytest.mark.slow
+def test_the_stages(stage, tmp_path, monkeypatch, capsys):
+    """Cells are run once, whatever a later run asks for beside them; the table has all of them."""
+    stage("prepare", "--small")
+    train = [
+        "--small",
+        "--kind",
+        "full",
+        "--seeds",
+        0,
+        1,
+        "--bases",
+        "smollm2",
+        "gemma",
+        "--limit",
+        64,
+        "--device",
+        "cpu",
+    ]
+    assert stage("train", *train, "--epochs", 3, "--checkpoints", 50, "--task", "qamr") == 0
+    folder = tmp_path / "study"
+    names = {path.name for path in (folder / "members").iterdir()}
+    assert {"smollm2-qamr-full-s0", "gemma-qamr-full-s1-at50"} <= names
+    assert len(names) == 8
+
+    systems = ["alone", "gac", "gac@dev", "gac@tuned", "unite:top_k=5", "unite:top_k=10", "sweetspan:span_length=1"]
+    small = ["--small", "--device", "cpu", "--batch-size", 8]
+    evaluate = [*small, "--seeds", 0, 1, "--tasks", "qamr_test_a", "--systems"]
+    assert stage("evaluate", *evaluate, *systems[:3], "--minutes", 0) == 3
+    assert not (folder / "results").exists()
+    assert stage("evaluate", *evaluate, *systems[:3], "--bits", "alone", "gac") == 0
+    (first, second) = sorted((folder / "results").glob("*.jsonl"))
+    done = first.read_bytes()
+    assert stage("evaluate", *evaluate, *systems, "sweetspan:span_length=4") == 0
+    assert first.read_bytes().startswith(done)
+    cells = [json.loads(line) for line in second.read_bytes().splitlines()]
+    assert len({(*cell["members"], cell["system"], cell["task"], cell["work"]) for cell in cells}) == len(cells)
+    tried = {f"gac@{weights}" for weights in load_script("examples/study/evaluate.py", monkeypatch).TUNED["weights"]}
+    assert {cell["as"] for cell in cells if cell["system"] == "gac@tuned"} <= tried
+    assert all(0 < tokens <= 4 for cell in cells if cell["work"] == "write" for tokens in cell["tokens"])
+
+    turned = [
+        "--members",
+        *PAIR[::-1],
+        "--members",
+        "smollm2",
+        "gemma",
+        *PAIR,
+        "--members",
+        *(f"{n}-at50" for n in PAIR),
+    ]
+    options = ["--max-new-tokens", 3, "--dtype", "float32", "--at-once", 1]
+    assert stage("evaluate", *evaluate, "alone", "gac", *turned, *options) == 0
+    capsys.readouterr()
+    stage("report", "--no-plots")
+    found = tables(capsys.readouterr().out)
+    assert len(found) == 4
+    rows = {row[""]: row for table in found for row in table}
+    assert {*systems[1:], "smollm2-qamr-full-at50 alone"} <= set(rows)
+    assert not (folder / "report" / "gap.svg").exists()
+    pytest.importorskip("matplotlib")
+    stage("report")
+    drawn = {path.stem for path in (folder / "report").glob("*.svg")}
+    assert {"top_k", "span_length"} <= drawn
+
+
+def test_report_says_what_is_missing(stage):
+    with pytest.raises(SystemExit, match="holds no ensemble"):
+        stage("report")
+
+
+@pytest.mark.slow
+def test_training_goes_on_to_the_same_weights(stage, tmp_path):
+    train = ["--small", "--kind", "full", "--bases", "gemma", "--epochs", 1, "--limit", 64, "--batch-size", 8]
+    for folder, stops in (("straight", 0), ("stopped", 2)):
+        stage("prepare", "--small", folder=tmp_path / folder)
+        for _ in range(stops):
+            assert stage("train", *train, "--minutes", 0, folder=tmp_path / folder) == 3
+        assert stage("train", *train, folder=tmp_path / folder) == 0
+        assert [path.name for path in (tmp_path / folder / "members").iterdir()] == ["gemma-qamr-full-s0"]
+    file = "members/gemma-qamr-full-s0/model.safetensors"
+    assert (tmp_path / "straight" / file).read_bytes() == (tmp_path / "stopped" / file).read_bytes()
+
+
+@pytest.mark.slow
+def test_adapters_are_members(stage, tmp_path):
+    pytest.importorskip("peft")
+    stage("prepare", "--small")
+    options = ["--small", "--task", "gsm", "--epochs", 1, "--learning-rate", 0.01, "--rank", 4, "--limit", 16]
+    assert stage("train", *options, "--kind", "lora") == 0
+    file = tmp_path / "study" / "members" / "gemma-gsm-lora-s0" / "adapter_model.safetensors"
+    assert 0 < file.stat().st_size < 2**24
+    names = ["smollm2-gsm-lora-s0", "gemma-gsm-lora-s0"]
+    systems = ["alone", "gac@dev", "deepen:learning_rate=tuned"]
+    assert stage("evaluate", "--small", "--members", *names, "--tasks", "gsm_test_a:4", "--systems", *systems) == 0
+    cells = [json.loads(line) for line in next((tmp_path / "study" / "results").iterdir()).read_bytes().splitlines()]
+    assert [
+        len(cell["responses"]) for cell in cells if cell["task"] == "gsm_test_a:4" and cell["work"] == "write"
+    ] == [4] * 4
+
+
+def test_runs_side_by_side_tell_how_they_ended(monkeypatch, tmp_path):
+    script = load_script("examples/study/side_by_side.py", monkeypatch)
+    file = tmp_path / "ends.py"
+    file.write_text("import sys; sys.exit(int(sys.argv[1]))", "utf-8")
+    for codes, expected in ((["0", "0"], 0), (["0", "3"], 3), (["3", "1"], 1), (["-9", "0"], 1)):
+        assert script.run_all(str(file), [[code] for code in codes], at_once=2) == expected
+
+
+def test_options_that_the_runs_side_by_side_get_anew(monkeypatch):
+    script = load_script("examples/study/evaluate.py", monkeypatch)
+    given = ["--members", "a", "b", "--systems", "gac", "--seeds", "0", "1", "--small"]
+    assert script._without(given, ("--members", "--seeds")) == ["--systems", "gac", "--small"]
