@@ -313,8 +313,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         config = self.config.method if method is None else method_config(method)
         config.check_members(len(self._members))
         given = self.config.weights if weights is None else weights
-        step_weights = StepWeights(given, len(self._members), config.takes_weights_as_given)
-        return Call(self._kept, config, step_weights)
+        return Call(self._kept, config, StepWeights(given, len(self._members), config.takes_weights_as_given))
 
 
 AutoConfig.register(EnsembleConfig.model_type, EnsembleConfig)

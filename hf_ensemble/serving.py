@@ -129,11 +129,11 @@ class _Requests:
 
 
 class _Chat(_Requests, ChatCompletionHandler):
-    pass
+    """Answers `/v1/chat/completions`."""
 
 
 class _Completions(_Requests, CompletionHandler):
-    pass
+    """Answers `/v1/completions`."""
 
 
 class _Responses(_Requests, ResponseHandler):
