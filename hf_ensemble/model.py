@@ -248,14 +248,15 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             "negative_prompt_ids": negative_prompt_ids,
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
             "custom_generate": custom_generate,
+            "inputs_embeds": kwargs.get("inputs_embeds"),
+            "labels": kwargs.get("labels"),
         }
         try:
             call = self._call(method, weights)
             call.has_cache = any(kwargs.get(key) is not None for key in ("past_key_values", "cache"))
-            settings = self._prepare_generation_config(  # type: ignore[misc]
-                generation_config, **{key: value for key, value in kwargs.items() if value is not None}
-            )[0]
-            refuse_for_ensembles(settings, {**refused, **kwargs})
+            given = {key: value for key, value in kwargs.items() if value is not None}
+            settings = self._prepare_generation_config(generation_config, **given)[0]  # type: ignore[misc]
+            refuse_for_ensembles(settings, kwargs, refused)
             if output_decisions:
                 refuse_without_output(settings)
                 check_positive_integer("num_decision_entries", num_decision_entries)
