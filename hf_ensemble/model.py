@@ -251,14 +251,15 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             "negative_prompt_ids": negative_prompt_ids,
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
             "custom_generate": custom_generate,
+            "inputs_embeds": kwargs.get("inputs_embeds"),
+            "labels": kwargs.get("labels"),
         }
         try:
             call = self._call(method, weights)
-            settings, others = self._prepare_generation_config(  # type: ignore[misc]
-                generation_config, **{key: value for key, value in kwargs.items() if value is not None}
-            )
+            given = {key: value for key, value in kwargs.items() if value is not None}
+            settings, others = self._prepare_generation_config(generation_config, **given)  # type: ignore[misc]
             call.primary_inputs = frozenset(others).difference(_OF_THE_PROMPT)
-            refuse_for_ensembles(settings, {**refused, **kwargs})
+            refuse_for_ensembles(settings, kwargs, refused)
             if output_decisions:
                 refuse_without_output(settings)
                 check_positive_integer("num_decision_entries", num_decision_entries)
@@ -316,8 +317,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         config = self.config.method if method is None else method_config(method)
         config.check_members(len(self._members))
         given = self.config.weights if weights is None else weights
-        step_weights = StepWeights(given, len(self._members), config.takes_weights_as_given)
-        return Call(self._kept, config, step_weights)
+        return Call(self._kept, config, StepWeights(given, len(self._members), config.takes_weights_as_given))
 
 
 AutoConfig.register(EnsembleConfig.model_type, EnsembleConfig)

@@ -108,8 +108,7 @@ class _Requests:
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if isinstance(body.get("logit_bias"), dict):
             # Clients send whole numbers too, which `generate` refuses.
-            bias = {key: float(value) for key, value in body["logit_bias"].items()}
-            body = {**body, "logit_bias": bias}
+            body = {**body, "logit_bias": {key: float(value) for key, value in body["logit_bias"].items()}}
         config = super()._build_generation_config(body, *args, **kwargs)  # type: ignore[misc]
         temperature = body.get("temperature")
         if temperature == 0:
@@ -129,11 +128,11 @@ class _Requests:
 
 
 class _Chat(_Requests, ChatCompletionHandler):
-    pass
+    """Answers `/v1/chat/completions`."""
 
 
 class _Completions(_Requests, CompletionHandler):
-    pass
+    """Answers `/v1/completions`."""
 
 
 class _Responses(_Requests, ResponseHandler):

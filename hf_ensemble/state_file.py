@@ -107,7 +107,6 @@ def hash_of(value: Any) -> str:
 
 def describe_member(member: Member) -> list[Any]:
     """Say what makes a member another one: architecture, tokenizer, EOS ids, and a few weights of every tensor."""
-    config = member.model.config.to_json_string(use_diff=True)
     digest = hashlib.sha256()
     for name, weight in sorted(member.model.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
@@ -115,7 +114,7 @@ def describe_member(member: Member) -> list[Any]:
             flat = weight.detach().reshape(-1)
             sample = flat[:: max(1, len(flat) // _NUM_PROBES)][:_NUM_PROBES]
             digest.update(json.dumps(sample.to(torch.float64).tolist()).encode())
-    description = json.loads(config)
+    description = json.loads(member.model.config.to_json_string(use_diff=True))
     for key in ("transformers_version", "_name_or_path"):
         description.pop(key, None)
     return [description, member.encoder.token_bytes.fingerprint, member.eos_token_ids, digest.hexdigest()]

@@ -7,11 +7,6 @@ from transformers import GenerationConfig
 
 from ..errors import ConfigurationError
 
-_NO_ARGUMENTS = (
-    *("assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate"),
-    *("inputs_embeds", "labels"),
-)
-
 _NOT_FOR_ENSEMBLES = {
     "guidance_scale": "it would run the primary alone a second time",
     "token_healing": "it rewrites the prompt in the primary's tokens only",
@@ -60,20 +55,21 @@ def refuse(obstacles: Iterable[Obstacle], with_what: str) -> None:
         raise ConfigurationError(f"{found.what} cannot be used with {with_what}: {found.why}.")
 
 
-def refuse_for_ensembles(settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+def refuse_for_ensembles(settings: GenerationConfig, kwargs: Mapping[str, Any], refused: Mapping[str, Any]) -> None:
     """Refuse what no ensemble can do.
 
     Args:
         settings: The generation config of the call.
-        arguments: Other arguments of the call, by name.
+        kwargs: The other keyword arguments of the call.
+        refused: Arguments of `generate` that have to be None, by name.
 
     Raises:
         ConfigurationError: If something of it is asked for.
     """
-    for name in _NO_ARGUMENTS:
-        if arguments.get(name) is not None:
+    for name, value in refused.items():
+        if value is not None:
             raise ConfigurationError(f"`{name}` cannot be used with an ensemble.")
-    options = {name: getattr(settings, name, arguments.get(name)) for name in _NOT_FOR_ENSEMBLES}
+    options = {name: getattr(settings, name, kwargs.get(name)) for name in _NOT_FOR_ENSEMBLES}
     if options["guidance_scale"] == 1:
         options["guidance_scale"] = None
     cache = settings.cache_implementation

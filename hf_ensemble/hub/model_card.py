@@ -8,8 +8,6 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 
-from ..config import MemberConfig
-from ..members.member import Member
 from .planning import SavePlan
 from .references import is_local
 
@@ -39,32 +37,20 @@ def model_card(plan: SavePlan, source: str, tags: Sequence[str], api: HfApi | No
         tags=list(dict.fromkeys(["ensemble", "hf_ensemble", config.method.name, *tags])),
     )
     weights = config.weights or [1 / len(loaded)] * len(loaded)
-    rows = zip(plan.ensemble.member_views, loaded, commits, licenses, weights, strict=True)
     options = {key: value for key, value in config.method.to_dict().items() if key != "name"}
     card = ModelCard.from_template(
         metadata,
         str(_TEMPLATE),
-        title=_plain(source.rsplit("/", 1)[-1]),
+        title=source.rsplit("/", 1)[-1],
         source=json.dumps(source),
-        rows=[_row(*row, is_included=bool(plan.bundled)) for row in rows],
+        rows=list(zip(plan.ensemble.member_views, loaded, commits, licenses, weights, strict=True)),
+        is_included=bool(plan.bundled),
+        origin=_origin,
+        plain=_plain,
         method=config.method.name,
         options=json.dumps(options) if options else None,
     )
     return f"{card}\n"
-
-
-def _row(
-    member: Member, item: MemberConfig, commit: str | None, license: str | None, weight: float, *, is_included: bool
-) -> list[str]:
-    origin = _origin(item.path) + (f" with adapter from {_origin(item.adapter)}" if item.adapter else "")
-    return [
-        _plain(member.name),
-        origin + (", included here" if is_included else ""),
-        f"`{commit}`" if commit else "",
-        license or "not known",
-        f"{member.model.num_parameters():,}",
-        f"{weight:.4g}",
-    ]
 
 
 def _origin(path: str | None) -> str:

@@ -36,10 +36,9 @@ def check_memory(
     budget = free_memory(max_memory)
     needs: dict[Any, list[tuple[str, int]]] = {}
     for item, config, dtype, _, target in placed:
-        if target in budget or target in _PLANNED:
-            size = _size(config, dtype)
-            if size is not None:
-                needs.setdefault(target, []).append((item.name or str(item.path), size))
+        size = _size(config, dtype) if target in budget or target in _PLANNED else None
+        if size is not None:
+            needs.setdefault(target, []).append((item.name or str(item.path), size))
     for target, sizes in needs.items():
         is_planned = target in _PLANNED
         available = sum(budget.values()) if is_planned else budget[target]

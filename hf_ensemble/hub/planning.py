@@ -65,24 +65,18 @@ def plan_save(ensemble: Any, include_members: bool, folder: Path) -> SavePlan:
         return with_paths(item, lambda path: saved_path(path, folder))
 
     plan = _plan_bundle(ensemble) if include_members else _plan_references(ensemble, reference)
-    _check_folder(folder, plan)
-    return plan
-
-
-def _check_folder(folder: Path, plan: SavePlan) -> None:
-    """Refuse to write over what is no saved ensemble."""
     config = None
     with contextlib.suppress(OSError, ValueError):
         config = json.loads((folder / "config.json").read_text("utf-8"))
-    if isinstance(config, dict) and config.get("model_type") == EnsembleConfig.model_type:
-        return
+    is_saved = isinstance(config, dict) and config.get("model_type") == EnsembleConfig.model_type
     there = ["config.json"] if isinstance(config, dict) else []
     there += [place for place in plan.bundled if (folder / place).exists()]
-    if there:
+    if there and not is_saved:
         raise ConfigurationError(
             f"the ensemble cannot be saved to {str(folder)!r}: {there[0]!r} lies there, is part of no saved ensemble, and "
             "would be overwritten. Choose another folder."
         )
+    return plan
 
 
 def plan_push(ensemble: Any, include_members: bool, api: HfApi) -> SavePlan:

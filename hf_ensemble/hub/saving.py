@@ -132,7 +132,12 @@ class Saving:
             write_files(plan, folder, max_shard_size, card=None)
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             if revision is not None and not revision.startswith("refs/pr"):
-                _make_branch(api, repo_id, revision, create_pr)
+                try:
+                    api.create_branch(repo_id, branch=revision, exist_ok=True)
+                except HfHubHTTPError as error:
+                    # Who may not make branches may still propose a commit to one that is there.
+                    if not (create_pr and error.response.status_code == 403):
+                        raise
             readme = _remote_card(api, repo_id, revision, all_tags) or model_card(plan, repo_id, all_tags, api)
             (folder / "README.md").write_text(readme, "utf-8")
             files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
@@ -154,15 +159,6 @@ class Saving:
 def _connect(token: bool | str | None) -> HfApi:
     check_token(token)
     return HfApi(token=token, library_name="hf_ensemble")
-
-
-def _make_branch(api: HfApi, repo_id: str, revision: str, create_pr: bool) -> None:
-    try:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    except HfHubHTTPError as error:
-        # Who may not make branches may still propose a commit to one that is there.
-        if not (create_pr and error.response.status_code == 403):
-            raise
 
 
 def _remote_card(api: HfApi, repo_id: str, revision: str | None, tags: Sequence[str]) -> str | None:

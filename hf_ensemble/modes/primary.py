@@ -32,12 +32,12 @@ class PrimaryMode(Mode):
     def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Leave them as they are, but for what records decisions."""
         call = self.call
-        if call.num_decision_entries is None:
+        entries = call.num_decision_entries
+        if entries is None:
             return stock
         ends = eos_ids_of(call.members[:1], end_ids(call.settings))[0]
         maps = MemberMaps(call.kept.union, 0, ends, prompt_ids.device)
-        recorder = DecisionRecorder(call.members, [maps], prompt_ids, prompt_mask, call.num_decision_entries)
-        self.recorder = recorder
+        recorder = self.recorder = DecisionRecorder(call.members, [maps], prompt_ids, prompt_mask, entries)
 
         def take(input_ids: Tensor, scores: Tensor) -> Tensor:
             weights = torch.eye(len(call.members))[:1].expand(len(scores), -1)

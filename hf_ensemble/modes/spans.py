@@ -53,10 +53,9 @@ class SpanMode(Mode):
 
     def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Keep those that act on every member's proposals; refuse those that know the primary's ids only."""
-        # How early a text may end is counted in the primary's ids: see `SpanDecoder`.
-        kept = [item for item in stock if type(item).__name__ not in _EARLY_END_PROCESSORS]
-        # Members read rows one by one, without padding.
-        kept = [counting_all(item) for item in kept]
+        # How early a text may end is counted in the primary's ids: see `SpanDecoder`. Members read rows one by one,
+        # without padding.
+        kept = [counting_all(item) for item in stock if type(item).__name__ not in _EARLY_END_PROCESSORS]
         writing = {0, *self.call.weights.participants}
         fingerprints = {self.call.members[index].encoder.token_bytes.fingerprint for index in writing}
         names = (type(item).__name__ for item in kept if len(fingerprints) > 1)

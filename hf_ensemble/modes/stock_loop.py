@@ -17,8 +17,8 @@ from .base import Mode
 WAITS = "primary_waits"
 """Marks the forward passes of the decoding loop in which the primary does not run; its own state does, if needed."""
 
-_mode: ContextVar[Mode | None] = ContextVar("mode", default=None)
-"""The mode of the call of `generate` that runs here; another may take over once the processors are known."""
+_mode: ContextVar[Any] = ContextVar("mode", default=None)
+"""The `Mode` of the call of `generate` that runs here; another may take over once the processors are known."""
 
 
 class FollowingCriteriaList(StoppingCriteriaList):
@@ -72,15 +72,14 @@ class StockLoopHooks:
         token = _mode.set(mode)
         try:
             output = super().generate(*args, **kwargs)  # type: ignore[misc]
-            last = _mode.get()
+            if not isinstance(output, Tensor):
+                _mode.get().fill(output)
         finally:
             _mode.reset(token)
-        if last is not None and not isinstance(output, Tensor):
-            last.fill(output)
         return output
 
     def _get_logits_processor(self, generation_config: Any, **kwargs: Any) -> LogitsProcessorList:
-        mode = _mode.get()
+        mode: Mode | None = _mode.get()
         stock: LogitsProcessorList = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         if mode is None:
             return stock
@@ -95,7 +94,7 @@ class StockLoopHooks:
         return LogitsProcessorList(mode.processors(stock, rows, mask))
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:
-        mode = _mode.get()
+        mode: Mode | None = _mode.get()
         criteria: StoppingCriteriaList = super()._get_stopping_criteria(**kwargs)  # type: ignore[misc]
         return criteria if mode is None else mode.criteria(criteria)
 
@@ -109,7 +108,7 @@ class StockLoopHooks:
     ) -> Any:
         stock = super()._sample  # type: ignore[misc]
         loop = Loop(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, stock)
-        mode = _mode.get()
+        mode: Mode | None = _mode.get()
         return loop.run() if mode is None else mode.sample(loop)
 
     # Of the primary

@@ -50,7 +50,7 @@ class TokenMode(Mode):
             self.recorder = DecisionRecorder(
                 call.members, method.maps, prompt_ids, prompt_mask, entries, is_wide, method.reads_first_ids
             )
-        self.decoder = TokenDecoder(
+        decoder = self.decoder = TokenDecoder(
             call,
             method,
             prompt_ids,
@@ -64,7 +64,6 @@ class TokenMode(Mode):
             max_new_tokens=settings.max_length - prompt_ids.shape[1],
         )
         constraints = [without_padding(item, prompt_mask) for item in constraints]
-        decoder = self.decoder
         # Proposals decide alone wherever the last constraint leaves some of them.
         settling = [decoder.settle] if constraints and method.proposes_few else []
         between = [*constraints, *settling, *warpers]
