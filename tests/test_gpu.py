@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_ensemble import DeepenConfig, EnsembleForCausalLM, MemberError
-from hf_ensemble.methods.captured import CapturedMix
+from hf_ensemble.methods.base import CapturedMix
 from hf_ensemble.vocabulary import relative
 from tests import tiny
 

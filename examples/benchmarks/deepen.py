@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 from turns import TakeTurns
 
 from hf_ensemble import AnchorTokens, DeepenConfig, EnsembleForCausalLM, GacConfig, UnionVocabulary
-from hf_ensemble.methods.captured import CapturedMix
+from hf_ensemble.methods.base import CapturedMix
 from hf_ensemble.methods.deepen import Deepen
 from hf_ensemble.methods.gac import Gac
 

@@ -29,7 +29,7 @@ from hf_ensemble import EnsembleForCausalLM
 from hf_ensemble.config import method_config
 from hf_ensemble.members.member import Member
 from hf_ensemble.members.state import MemberState, PlainContext
-from hf_ensemble.methods.captured import CapturedMix
+from hf_ensemble.methods.base import CapturedMix
 
 NUM_PROFILED = 12
 """Tokens whose copies to the host are counted."""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..members.member import Member
-from ..methods.base import Mixed, TokenMethod
-from ..methods.captured import CapturedMix
+from ..methods.base import CapturedMix, Mixed, TokenMethod
 from ..methods.gac import Gac
 from ..mixing import fold
 

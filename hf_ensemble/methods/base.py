@@ -1,5 +1,6 @@
 """What every token-level method works with: index maps on the device, and the one thing it computes."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,10 @@ class MemberMaps:
         self.to_union = to_union.index_fill_(0, eos, len(union))
         first_eos = torch.tensor([*control_eos, -1][:1], device=device)
         self.from_union, self.first_id = torch.cat([own, first_eos]), torch.cat([first, first_eos])
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Set the logits of ids that take no part to `-inf`; `logits` itself where all take part."""
+        return logits if self.takes_all else logits + self.mask
 
     def read_from(self) -> Tensor:
         """Where the logit of each union entry stands in a row of `readable`, of shape `(union_size + 1,)`; -1 for nowhere.
@@ -213,8 +218,43 @@ class TokenMethod(ABC):
         Returns:
             Of the same shape; `logits` itself where all ids take part.
         """
-        maps = self.maps[member]
-        return logits if maps.takes_all else logits + maps.mask
+        return self.maps[member].masked(logits)
+
+
+class CapturedMix:
+    """Calls `method.mix`, through CUDA graphs if the method allows (see `Captured`).
+
+    There is one graph for each set of members that take part (behind a gate they change from step to step). The method
+    keeps the graphs for the next call.
+
+    Args:
+        method: The method.
+    """
+
+    def __init__(self, method: TokenMethod):
+        self._method = method
+        unused = method.captured_mixes
+        try:
+            self._captured = unused.pop()
+        except IndexError:
+            self._captured = _captured_mix(method)
+        weakref.finalize(self, unused.append, self._captured).atexit = False
+
+    def __call__(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
+        """As `TokenMethod.mix`. The result is the caller's own."""
+        return Mixed(*self._captured(*logits, weights))
+
+
+def _captured_mix(method: TokenMethod) -> Captured:
+    unheld = weakref.proxy(method)  # which holds the graphs
+
+    def mix(*arguments: Tensor | None) -> tuple[Tensor, ...]:
+        *logits, weights = arguments
+        assert weights is not None
+        mixed = unheld.mix(logits, weights)
+        return mixed.logprobs, mixed.normalizers
+
+    return Captured(mix, method.is_capturable)
 
 
 def versions_of(weights: Sequence[Tensor]) -> list[tuple[Any, ...]]:

@@ -16,7 +16,6 @@ from ..members.cuda_graphs import Captured
 from ..members.member import Member
 from ..mixing import merge_duplicates, put_eos, top_entries
 from ..vocabulary.anchors import AnchorTokens
-from ..vocabulary.context import Resync
 from ..vocabulary.relative import RelativeRows, TakenRows, inverse_norms
 from ..vocabulary.union import UnionVocabulary
 from .base import EosIds, Mixed, TokenMethod, versions_of
@@ -119,7 +118,7 @@ class Deepen(TokenMethod):
         another.
     """
 
-    resync: Resync = "retokenize"
+    resync = "retokenize"
     is_wide = False
     is_capturable = False
     starts_from_primary = True
@@ -187,11 +186,8 @@ class Deepen(TokenMethod):
         # Of each member how many ids of each row of a batch; None for all ids, which the rows of a batch share.
         support = self.config.support
         self._sizes = [support if support and support < len(weight) else None for weight in weights]
-        limits = [
-            min(rows.capacity, _HELD_BYTES // (4 * self._num_anchors)) // size
-            for rows, size in zip(self._rows, self._sizes, strict=True)
-            if size
-        ]
+        held = _HELD_BYTES // (4 * self._num_anchors)
+        limits = [min(rows.capacity, held) // size for rows, size in zip(self._rows, self._sizes, strict=True) if size]
         # On a CPU one by one, so that a row that is not fused costs nothing.
         self._rows_at_once = None if not limits else 1 if self.device.type == "cpu" else max(1, min(limits))
         self._drop_graphs()

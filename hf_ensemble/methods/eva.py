@@ -13,7 +13,6 @@ from ..errors import ConfigurationError
 from ..members.member import Member
 from ..mixing import merge_duplicates, normalize_, top_entries, top_entries_of_each
 from ..vocabulary.alignment import load_or_build_similar
-from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
 from .base import EosIds, Mixed, TokenMethod, versions_of
 
@@ -47,11 +46,7 @@ class EvaConfig(MethodConfig):
         self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device
     ) -> TokenMethod:
         """Build the method; see `MethodConfig.build`."""
-
-        def output_embeddings() -> list[Tensor]:
-            return [output_embeddings_of(member) for member in members]
-
-        return Eva(union, eos_ids, device, output_embeddings, self)
+        return Eva(union, eos_ids, device, lambda: [output_embeddings_of(member) for member in members], self)
 
 
 METHODS[EvaConfig.name] = EvaConfig
@@ -81,7 +76,7 @@ class Eva(TokenMethod):
         similarities to anchors, with no map.
     """
 
-    resync: Resync = "retokenize"
+    resync = "retokenize"
     is_wide = False
     proposes_few = True
 

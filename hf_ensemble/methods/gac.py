@@ -14,7 +14,6 @@ from ..config import METHODS, GatedConfig, check_option, is_number
 from ..errors import ConfigurationError
 from ..members.member import Member
 from ..mixing import merge_duplicates, normalize_, put_eos
-from ..vocabulary.context import Resync
 from ..vocabulary.token_bytes import CONTROL
 from ..vocabulary.union import UnionVocabulary
 from .base import EosIds, Mixed, TokenMethod
@@ -93,7 +92,7 @@ class Gac(TokenMethod):
         assistant has.
     """
 
-    resync: Resync = "append"
+    resync = "append"
     is_wide = True
 
     @classmethod
@@ -170,7 +169,7 @@ class ProductOfExperts(TokenMethod):
         GaC averages probabilities: an entry needs one member that believes in it, here it needs all of them.
     """
 
-    resync: Resync = "append"
+    resync = "append"
     is_wide = True
     reads_first_ids = True
 

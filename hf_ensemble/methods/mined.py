@@ -12,7 +12,6 @@ from ..errors import ConfigurationError
 from ..members.member import Member
 from ..mixing import normalize_, put_eos
 from ..vocabulary.alignment import load_or_build_nearest
-from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
 from .base import EosIds, Mixed, TokenMethod
 
@@ -62,7 +61,7 @@ class Mined(TokenMethod):
         GaC gives entries that only an assistant has columns of their own. EVA compares embeddings, not spellings.
     """
 
-    resync: Resync = "retokenize"
+    resync = "retokenize"
     is_wide = False
 
     def __init__(self, union: UnionVocabulary, eos_ids: EosIds, device: torch.device):

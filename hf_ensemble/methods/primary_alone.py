@@ -5,14 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..vocabulary.context import Resync
 from .base import Mixed, TokenMethod
 
 
 class PrimaryAlone(TokenMethod):
     """The primary's own logits, as they are."""
 
-    resync: Resync = "append"
+    resync = "append"
     is_wide = False
     is_capturable = False
 

@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 from ..config import METHODS, GatedConfig, MethodConfig, check_positive_integer
 from ..members.member import Member
 from ..mixing import merge_duplicates, normalize_, put_eos, top_entries_of_each
-from ..vocabulary.context import Resync
 from ..vocabulary.union import UnionVocabulary
 from .base import EosIds, Mixed, TokenMethod
 
@@ -62,7 +61,7 @@ class Unite(TokenMethod):
         GaC averages over all entries of the union vocabulary.
     """
 
-    resync: Resync = "retokenize"
+    resync = "retokenize"
     is_wide = False
     reads_first_ids = True
     proposes_few = True

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
 
-from .decision import Decision
+from .decision import Decision, MemberDecision
 
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 """A visible sign for every control character that a page cannot show; tab and newline have signs of their own."""
@@ -105,20 +105,16 @@ def _text(number: int, row: Sequence[Decision], members: Sequence[str], prompt: 
 
 
 def _as_json(decision: Decision) -> list[Any]:
-    members = [
-        said
-        and [
-            _rounded(said.weight),
-            _rounded(said.probability),
-            said.agrees,
-            said.proposes,
-            [[entry.text.translate(_PICTURES), _rounded(entry.probability)] for entry in said.best],
-        ]
-        for said in decision.members
-    ]
     label = decision.label.translate(_PICTURES)
-    gate = decision.is_gate_open
+    gate, members = decision.is_gate_open, [_said_as_json(said) for said in decision.members]
     return [label, decision.decided_by, _rounded(decision.probability), gate, len(decision.ids), members]
+
+
+def _said_as_json(said: MemberDecision | None) -> list[Any] | None:
+    if said is None:
+        return None
+    best = [[entry.text.translate(_PICTURES), _rounded(entry.probability)] for entry in said.best]
+    return [_rounded(said.weight), _rounded(said.probability), said.agrees, said.proposes, best]
 
 
 def _rounded(value: float | None) -> float | None:

@@ -104,8 +104,7 @@ class DecisionRecorder:
         logprobs = {}
         for index, one in enumerate(logits):
             if one is not None and bool(heard[:, index].any()):
-                maps = self.maps[index]
-                logprobs[index] = (one if maps.takes_all else one + maps.mask).log_softmax(-1)
+                logprobs[index] = self.maps[index].masked(one).log_softmax(-1)
         step = _Step(len(self._done), weights, heard, closed, queued, list(logprobs))
         self._pending = fused, logprobs, step
 
@@ -149,10 +148,10 @@ class DecisionRecorder:
         """Move what was recorded since the last time, in one transfer."""
         steps = [step for step in self._steps if isinstance(step.numbers, Tensor)]
         if steps:
-            flat = torch.cat([step.numbers.flatten() for step in steps]).cpu()
-            parts = flat.split([step.numbers.numel() for step in steps])
-            for step, part in zip(steps, parts, strict=True):
-                step.numbers = part.view(step.numbers.shape).tolist()
+            there = [step.numbers for step in steps]
+            here = torch.cat(there, -1).cpu().split([numbers.shape[-1] for numbers in there], -1)
+            for step, numbers in zip(steps, here, strict=True):
+                step.numbers = numbers.tolist()
 
     def decisions(self, sequences: Tensor) -> Decisions:
         """Put together what was recorded.
@@ -191,11 +190,6 @@ class DecisionRecorder:
                     proposes=any(is_chosen),
                 )
         shares = {i: (one.weight or 0.0) * (one.probability or 0.0) for i, one in enumerate(said) if one}
-        decided_by = max(shares, key=lambda index: shares[index], default=None)
-        return Decision(
-            *piece,
-            probability=min(prob_of_chosen, 1.0),
-            decided_by=decided_by if decided_by is not None and shares[decided_by] > 0 else None,
-            is_gate_open=None if step.closed is None else row not in step.closed,
-            members=tuple(said),
-        )
+        decided_by = max((index for index in shares if shares[index] > 0), key=shares.__getitem__, default=None)
+        is_gate_open = None if step.closed is None else row not in step.closed
+        return Decision(*piece, min(prob_of_chosen, 1.0), decided_by, is_gate_open, tuple(said))

@@ -23,6 +23,9 @@ class ByteEncoder:
     Args:
         tokenizer: A fast tokenizer. It is read, never changed.
         token_bytes: What its ids write.
+
+    Attributes:
+        merges: Whether ids are what merging neighbours gives, wherever in a text they stand.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes):
@@ -30,7 +33,7 @@ class ByteEncoder:
         self._backend = token_bytes.backend
         self._control = token_bytes.control
         self._views = TokenizerViews(token_bytes)
-        self._model_type = type(self._backend.model).__name__
+        self.merges = type(self._backend.model).__name__ == "BPE"
         self._unknown = tokenizer.unk_token_id
         starts = (tokenizer.bos_token_id, tokenizer.eos_token_id)
         self._start_tokens = [i for i in starts if i is not None and i < token_bytes.num_ids]
@@ -141,11 +144,6 @@ class ByteEncoder:
         )
 
     @cached_property
-    def merges(self) -> bool:
-        """Whether ids are what merging neighbours gives, wherever in a text they stand."""
-        return self._model_type == "BPE"
-
-    @cached_property
     def _bytes_joined_to_space(self) -> set[int]:
         """Bytes that may be encoded together with a space after them."""
         if not self._views.space_cuts or b" " not in self.id_of:
@@ -211,7 +209,7 @@ class ByteEncoder:
     def _spelled_byte_ids(self) -> frozenset[int]:
         """Byte tokens of a tokenizer that would read one from the text `<0x0A>`: not so where only merges make tokens."""
         model = self._backend.model
-        if self._model_type == "BPE" and not model.ignore_merges:
+        if self.merges and not model.ignore_merges:
             return frozenset()
         ids = (model.token_to_id(f"<0x{b:02X}>") for b in range(256))
         return frozenset(i for i in ids if i is not None)

@@ -88,7 +88,12 @@ class RelativeRows:
         # Those without a slot first. Masks would make the host wait for the device.
         missing, others = ids[self._slot_of[ids].argsort()].tensor_split([num_missing])
         if self._num_kept + num_missing > self.capacity:
-            self._keep_only(others)
+            # Those that are not asked for just now are forgotten.
+            kept = self._kept[self._slot_of[others]]
+            self._slot_of.fill_(-1)
+            self._num_kept = len(others)
+            self._kept[: self._num_kept] = kept
+            self._slot_of[others] = torch.arange(self._num_kept, device=ids.device)
         if num_missing:
             start, self._num_kept = self._num_kept, self._num_kept + num_missing
             self.form(missing, self._kept[start : self._num_kept])
@@ -108,14 +113,6 @@ class RelativeRows:
         assert self._kept is not None
         held = self._kept.index_select(0, self._slot_of[ids].clamp_min(0).flatten())
         return TakenRows(self, ids, held.view(*ids.shape, -1))
-
-    def _keep_only(self, ids: Tensor) -> None:
-        assert self._kept is not None
-        slots = self._slot_of[ids]
-        self._slot_of.fill_(-1)
-        self._kept[: len(ids)] = self._kept[slots]
-        self._slot_of[ids] = torch.arange(len(ids), device=ids.device)
-        self._num_kept = len(ids)
 
     def form(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Form rows of some ids.

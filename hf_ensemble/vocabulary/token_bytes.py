@@ -59,6 +59,8 @@ class TokenBytes:
         self.name = name or tokenizer.name_or_path or type(tokenizer).__name__
         self.backend = fast_backend(tokenizer, self.name)
         self.writer = TokenWriter(self.backend, self.name)
+        self.strips_start = self.writer.strips_start
+        """Whether the tokenizer's decoder drops one space at the start of a text."""
         self.added = self.backend.get_added_tokens_decoder()
         self.control = _control_ids(tokenizer, end_ids, self.added)
         self.fingerprint = ""
@@ -125,11 +127,6 @@ class TokenBytes:
         """The byte values that no token writes alone: what such a tokenizer may be unable to write."""
         alone = {entry[0] for entry in self.entries if len(entry) == 1}
         return bytes(b for b in range(256) if b not in alone)
-
-    @property
-    def strips_start(self) -> bool:
-        """Whether the tokenizer's decoder drops one space at the start of a text."""
-        return self.writer.strips_start
 
     def is_control(self, i: int) -> bool:
         """Whether an id, which need not be one of these, is a control token."""
@@ -249,10 +246,9 @@ def _control_ids(
     return control | {i for i in end_ids if i in added and added[i].content.strip()}
 
 
-_BYTE_OF_CHAR = np.full(max(map(ord, bytes_to_unicode().values())) + 2, -1)
+_ALPHABET = {ord(char): byte for byte, char in bytes_to_unicode().items()}
+_BYTE_OF_CHAR = np.array([_ALPHABET.get(code, -1) for code in range(max(_ALPHABET) + 2)])
 """Code point in a byte-level token -> byte, or -1, as the last is."""
-for _byte, _char in bytes_to_unicode().items():
-    _BYTE_OF_CHAR[ord(_char)] = _byte
 
 
 def _undo_byte_alphabet(tokens: Sequence[str]) -> list[bytes]:

@@ -80,19 +80,13 @@ def read_span(
         max_tokens: Number of ids after which the span ends anywhere; an unfinished character is cut off.
         begun: Bytes of an unfinished character before the span.
     """
-    data = begun
-    has_eos = is_at_end = False
-    for i in ids[:max_tokens]:
-        data += token_bytes.write([i])
-        if i in eos_ids:
-            is_at_end = True
-            has_eos = token_bytes.is_control(i)
-            break
+    last = next((n for n, i in enumerate(ids[:max_tokens]) if i in eos_ids), None)
+    data = begun + token_bytes.write(ids[:max_tokens] if last is None else ids[: last + 1])
     # A byte that is no text becomes one character, so that ends of words can be turned back into bytes.
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(data)
     end = end_of_words(text.translate(_ESCAPED_BYTES), span_length)
     if end is not None:
         return Span(text[:end].encode("utf-8", "surrogateescape")[len(begun) :], False, True)
-    if is_at_end:
-        return Span(data[len(begun) :], has_eos, True)
+    if last is not None:
+        return Span(data[len(begun) :], token_bytes.is_control(ids[last]), True)
     return Span(text.encode("utf-8", "surrogateescape")[len(begun) :], False, len(ids) >= max_tokens)

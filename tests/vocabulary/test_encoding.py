@@ -493,6 +493,12 @@ def test_a_token_without_a_row_is_spelled_out(name, share):
             assert encoder.token_bytes.write(view) == whole.token_bytes.write(whole.encode_context(text, start))
 
 
+def test_a_batch_where_the_vocabulary_has_holes_and_the_model_fewer_rows_is_encoded_as_each_of_it_alone():
+    encoder = encoder_of(tiny.byte_level_bpe(holes=(5, 300, 301)), num_ids=350)
+    batch = [text.encode() for text in tiny.TEXTS]
+    assert encoder.encode_batch(batch) == [encoder.encode(one) for one in batch]
+
+
 def test_an_added_token_without_a_row_is_spelled_out():
     tokenizer = tiny.gemma_like(added=["<table>", "\n\n"])
     encoder = encoder_of(tokenizer, num_ids=len(tokenizer) - 2)
