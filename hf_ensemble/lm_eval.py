@@ -178,8 +178,7 @@ class EnsembleLM(TemplateLM):
             add_special_tokens: False where the text does not begin there, so that no BOS is put before it.
             **kwargs: Not read.
         """
-        primary = self.ensemble.member_views[0]
-        return encode_text(primary, string, starts=add_special_tokens is not False)
+        return encode_text(self.ensemble.member_views[0], string, starts=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Write a conversation as text, by the primary's chat template.
