@@ -185,10 +185,8 @@ def _written(measure: str, estimate: Estimate | None, signed: bool = False) -> t
     if estimate is None:
         return "", ""
     factor, digits = (1, 3) if measure == "bits per byte" else (100, 1)
-    if math.isnan(estimate.value):
-        return "-", ""
-    if math.isinf(estimate.value):
-        return "infinite", ""
+    if not math.isfinite(estimate.value):
+        return "-" if math.isnan(estimate.value) else "infinite", ""
     form = f"{'+' if signed else ''}.{digits}f"
     value, low, high = (f"{factor * number:{form}}" for number in estimate)
     return value, "no interval" if math.isnan(estimate.low) else f"{low} to {high}"
