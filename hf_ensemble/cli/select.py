@@ -62,10 +62,7 @@ def _save(args: argparse.Namespace, candidates: EnsembleForCausalLM | None, sele
     if candidates is None:
         ensemble = arguments.load_ensemble(args, chosen)
     else:
-        members = [candidates.member_views[i] for i in chosen]
-        ensemble = EnsembleForCausalLM.from_members(
-            [member.model for member in members],
-            [member.tokenizer for member in members],
-            member_configs=[candidates.config.members[i] for i in chosen],
-        )
+        every: Any = (candidates.members, candidates.tokenizers, candidates.config.members)
+        models, tokenizers, configs = ([values[i] for i in chosen] for values in every)
+        ensemble = EnsembleForCausalLM.from_members(models, tokenizers, member_configs=configs)
     ensemble.save_pretrained(args.save)

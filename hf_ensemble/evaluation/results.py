@@ -13,8 +13,7 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..files import check_ending, whole_file
 from ..tables import aligned
-from .intervals import NO_ESTIMATE, Estimate
-from .marking import Outcomes, Result, mark
+from .marking import NO_ESTIMATE, Estimate, Outcomes, Result, mark
 
 TABLE_ENDINGS = (".md", ".txt", ".csv", ".json")
 PLOT_ENDINGS = (".svg", ".png", ".pdf")

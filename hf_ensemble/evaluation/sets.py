@@ -131,11 +131,10 @@ def read_set(
     if limit is not None:
         check_positive_integer("limit", limit)
     if isinstance(source, (str, os.PathLike)):
-        name = Path(source).stem if name is None else name
-        records = read_json_lines(source)
+        default, records = Path(source).stem, read_json_lines(source)
     else:
-        name = "examples" if name is None else name
-        records = list(source)
+        default, records = "examples", list(source)
+    name = default if name is None else name
     head = "" if worked_examples is None else read_text(worked_examples).rstrip() + "\n\n"
     kind: Kind | None = None
     items: list[Item] = []
