@@ -10,9 +10,6 @@ from .sets import EvaluationSet, Item, Kind
 
 Work = Literal["write", "score"]
 
-Z = 1.959963984540054
-"""Of the normal distribution, 2.5 % are above this."""
-
 MEASURES = ("exact match", "accuracy", "normalized accuracy", "bits per byte")
 
 _MEASURES_OF: dict[tuple[Kind, Work], tuple[str, ...]] = {
@@ -51,6 +48,10 @@ class Outcomes(NamedTuple):
     evaluation_set: EvaluationSet
     work: Work
     ran: dict[int, tuple[Any, float]]
+
+
+Z = 1.959963984540054
+"""Of the normal distribution, 2.5 % are above this."""
 
 
 class Estimate(NamedTuple):
