@@ -39,8 +39,8 @@ class DevSet:
                 prompt, reference = parts
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigurationError(
-                    f"example {n} of the development set has to be a dictionary with 'prompt' and 'reference' or a pair "
-                    f"of them, but is {example!r:.200}."
+                    f"example {n} of the development set has to be a dictionary with 'prompt' and 'reference' or a "
+                    f"pair of them, but is {example!r:.200}."
                 ) from error
             self.prompts.append(read_prompt(prompt, n))
             self._references.append(reference)

@@ -178,8 +178,7 @@ class EnsembleLM(TemplateLM):
             add_special_tokens: False where the text does not begin there, so that no BOS is put before it.
             **kwargs: Not read.
         """
-        primary = self.ensemble.member_views[0]
-        return encode_text(primary, string, starts=add_special_tokens is not False)
+        return encode_text(self.ensemble.member_views[0], string, starts=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Write a conversation as text, by the primary's chat template.
@@ -293,12 +292,11 @@ class EnsembleLM(TemplateLM):
                 f"{num_new} new ids leave no room for a prompt, since `max_length` is {self.max_length}. Ask for fewer."
             )
         ids, mask = padded_left([prompt[-room:] or [self.prefix_token_id] for _, prompt in rows])
-        pad = self.tokenizer.pad_token_id
         output: Tensor = self.ensemble.generate(
             input_ids=ids.to(self.device),
             attention_mask=mask.to(self.device),
             max_new_tokens=num_new,
-            pad_token_id=self.eot_token_id if pad is None else pad,
+            pad_token_id=self.eot_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id,
             stopping_criteria=[_StopTexts(self.tokenizer, stops, ids.shape[1])] if stops else None,
             **self._call,
             **settings,

@@ -15,8 +15,6 @@ from .vocabulary.encoding import ByteEncoder
 from .vocabulary.token_bytes import TEXT
 from .vocabulary.union import UnionVocabulary
 
-_NUM_COMMON_WORDS = 1000
-
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
@@ -129,7 +127,7 @@ def compare_members(
     elif max_new_tokens is not None or options:
         raise ConfigurationError("options of `generate` have no use without `prompts`.")
     lengths = mean_lengths_of(responses, len(members), "member")
-    common = (islice(_words_of(member.encoder), _NUM_COMMON_WORDS) for member in members)
+    common = (islice(_words_of(member.encoder), 1000) for member in members)
     words = Counter(dict.fromkeys(chain.from_iterable(common), 1) if text is None else text.split())
     if text is not None and not words:
         raise ConfigurationError("`text` has no words.")

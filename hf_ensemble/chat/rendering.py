@@ -101,8 +101,7 @@ def _unused_sign(conversation: Conversation) -> str:
     texts: dict[str, str] = {}
     conversation.with_strings(lambda text: texts.setdefault(text, text))
     # Noncharacters, kept for a process's own use: no text has them.
-    signs = map(chr, range(0xFDD0, 0xFDF0))
-    sign = next((sign for sign in signs if not any(sign in text for text in texts)), None)
+    sign = next((sign for sign in map(chr, range(0xFDD0, 0xFDF0)) if not any(sign in text for text in texts)), None)
     if sign is None:
         raise ConfigurationError("a conversation must not hold all noncharacters from U+FDD0 to U+FDEF.")
     return sign

@@ -171,11 +171,7 @@ def select_members(
 
 
 def _judge(
-    row: CandidateReport,
-    taken: Sequence[CandidateReport],
-    max_members: int | None,
-    max_gap: float,
-    max_length_ratio: float,
+    row: CandidateReport, taken: Sequence[CandidateReport], max_members: int | None, max_gap: float, max_ratio: float
 ) -> tuple[bool, str]:
     """Whether a candidate is taken beside those that are taken already, and why."""
     if not taken:
@@ -184,9 +180,9 @@ def _judge(
     # Differences of decimal figures are not exact: 64.4 - 54.4 is above 10.
     if row.gap > max_gap + 1e-9:
         return False, f"{row.gap:.1f} points below {best.name}, more than {max_gap:g}"
-    if ratio is not None and ratio > max_length_ratio + 1e-9:
+    if ratio is not None and ratio > max_ratio + 1e-9:
         longer = "longer" if (row.mean_length or 0) > (best.mean_length or 0) else "shorter"
-        return False, f"responses {ratio:.1f} times {longer} than those of {best.name}, more than {max_length_ratio:g}"
+        return False, f"responses {ratio:.1f} times {longer} than those of {best.name}, more than {max_ratio:g}"
     if len(taken) == max_members:
         return False, f"there are {max_members} members already"
     alike = "lengths not compared" if ratio is None else f"lengths within a factor {ratio:.1f}"

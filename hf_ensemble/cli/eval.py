@@ -22,17 +22,12 @@ def run(args: argparse.Namespace) -> None:
         check_plot(args.plot)
     sets = [_read_set(paths, args.limit, args.skip_damaged) for paths in args.data]
     also = {text: read_configuration(text) for text in args.also}
+    measures = [name.replace("_", " ") for name in args.measures]
+    options = {name: getattr(args, name) for name in ("max_new_tokens", "batch_size", "state_file", "time_limit")}
     ensemble = arguments.load_ensemble(args)
+    configurations = {ensemble.config.method.name: Configuration(), **also}
     result = evaluate(
-        ensemble,
-        sets,
-        configurations={ensemble.config.method.name: Configuration(), **also},
-        members=not args.no_members,
-        measures=[name.replace("_", " ") for name in args.measures],
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
-        state_file=args.state_file,
-        time_limit=args.time_limit,
+        ensemble, sets, configurations=configurations, members=not args.no_members, measures=measures, **options
     )
     print(result)
     if args.table is not None:

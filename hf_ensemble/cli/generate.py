@@ -23,12 +23,10 @@ def run(args: argparse.Namespace) -> None:
     prompts = arguments.read_prompts(args)
     options = arguments.generate_options(args)
     ensemble = arguments.load_ensemble(args)
-    texts: Iterable[str]
+    texts: Iterable[str] = chain.from_iterable(run_batches(ensemble, prompts, batch_size=args.batch_size, **options))
     if args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         texts = (answer(ensemble, [*system, {"role": "user", "content": prompt}], **options) for prompt in prompts)
-    else:
-        texts = chain.from_iterable(run_batches(ensemble, prompts, batch_size=args.batch_size, **options))
     with arguments.output(args) as write, arguments.seeded(args.seed):
         for prompt, text in zip(prompts, texts, strict=True):
             write({"prompt": prompt, "text": text}, text)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..choosing.selection import Selection, select_members
+from ..choosing.selection import select_members
 from ..errors import ConfigurationError
 from ..files import read_json_lines
 from ..model import EnsembleForCausalLM
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         candidates = arguments.load_ensemble(args)
         selection = select_members(candidates, examples, args.metric, batch_size=args.batch_size, **options, **limits)
     if args.save is not None:
-        _save(args, candidates, selection)
+        _save(args, candidates, selection.indices)
     with arguments.output(args) as write:
         write([dataclasses.asdict(row) for row in selection.table], selection)
 
@@ -57,15 +57,11 @@ def _read_responses(path: str) -> Sequence[str]:
     return texts
 
 
-def _save(args: argparse.Namespace, candidates: EnsembleForCausalLM | None, selection: Selection) -> None:
-    chosen = selection.indices
+def _save(args: argparse.Namespace, candidates: EnsembleForCausalLM | None, chosen: Sequence[int]) -> None:
     if candidates is None:
         ensemble = arguments.load_ensemble(args, chosen)
     else:
-        members = [candidates.member_views[i] for i in chosen]
-        ensemble = EnsembleForCausalLM.from_members(
-            [member.model for member in members],
-            [member.tokenizer for member in members],
-            member_configs=[candidates.config.members[i] for i in chosen],
-        )
+        every: Any = (candidates.members, candidates.tokenizers, candidates.config.members)
+        models, tokenizers, configs = ([values[i] for i in chosen] for values in every)
+        ensemble = EnsembleForCausalLM.from_members(models, tokenizers, member_configs=configs)
     ensemble.save_pretrained(args.save)

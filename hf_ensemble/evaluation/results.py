@@ -13,8 +13,7 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..files import check_ending, whole_file
 from ..tables import aligned
-from .intervals import NO_ESTIMATE, Estimate
-from .marking import Outcomes, Result, mark
+from .marking import NO_ESTIMATE, Estimate, Outcomes, Result, mark
 
 TABLE_ENDINGS = (".md", ".txt", ".csv", ".json")
 PLOT_ENDINGS = (".svg", ".png", ".pdf")
@@ -185,10 +184,8 @@ def _written(measure: str, estimate: Estimate | None, signed: bool = False) -> t
     if estimate is None:
         return "", ""
     factor, digits = (1, 3) if measure == "bits per byte" else (100, 1)
-    if math.isnan(estimate.value):
-        return "-", ""
-    if math.isinf(estimate.value):
-        return "infinite", ""
+    if not math.isfinite(estimate.value):
+        return "-" if math.isnan(estimate.value) else "infinite", ""
     form = f"{'+' if signed else ''}.{digits}f"
     value, low, high = (f"{factor * number:{form}}" for number in estimate)
     return value, "no interval" if math.isnan(estimate.low) else f"{low} to {high}"

@@ -178,8 +178,7 @@ def evaluate(
                 bar.update(len(batch))
             ran = {n: known[key] for n, key in enumerate(keys) if key in known}
             outcomes.append(Outcomes(job.name, job.member is not None, job.evaluation_set, job.work, ran))
-    unmeasured = [evaluation_set.name for evaluation_set in sets if not works_for(evaluation_set.kind, measures)]
-    return Evaluation.from_outcomes(outcomes, measures, unmeasured)
+    return Evaluation.from_outcomes(outcomes, measures, [s.name for s in sets if not works_for(s.kind, measures)])
 
 
 class _Kept:

@@ -3,7 +3,6 @@
 import os
 import re
 import string
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from ..config import check_positive_integer
 from ..errors import ConfigurationError
 from ..files import read_json_lines, read_text
+from ..messages import warn
 
 Kind = Literal["questions", "choices", "texts"]
 Marking = Literal["text", "number"]
@@ -68,16 +68,16 @@ class EvaluationSet:
             response: What was written after the prompt.
             item: The question.
         """
+        for stop in self.stop_strings:
+            response = response.partition(stop)[0]
         if self.marking == "number":
-            response = response.partition("\n\n")[0].partition("Question:")[0]
             found = _NUMBER.findall(response)
             wanted = {_number(_NUMBER.findall(answer)[-1]) for answer in item.accepted}
             return bool(found) and _number(found[-1]) in wanted
-        line = response.partition("\n")[0]
-        answer = normalize_answer(line)
+        answer = normalize_answer(response)
         if not answer:
             # Nothing is left of signs and articles (TriviaQA accepts "+-*/"): they are compared as they are.
-            return line.strip() != "" and line.strip() in item.accepted
+            return response.strip() != "" and response.strip() in item.accepted
         return answer in map(normalize_answer, item.accepted)
 
 
@@ -131,11 +131,10 @@ def read_set(
     if limit is not None:
         check_positive_integer("limit", limit)
     if isinstance(source, (str, os.PathLike)):
-        name = Path(source).stem if name is None else name
-        records = read_json_lines(source)
+        default, records = Path(source).stem, read_json_lines(source)
     else:
-        name = "examples" if name is None else name
-        records = list(source)
+        default, records = "examples", list(source)
+    name = default if name is None else name
     head = "" if worked_examples is None else read_text(worked_examples).rstrip() + "\n\n"
     kind: Kind | None = None
     items: list[Item] = []
@@ -163,9 +162,8 @@ def read_set(
         kind = own_kind
         items.append(item)
     if damaged:
-        warnings.warn(
-            f"{len(damaged)} examples of {name!r} have no known form and are left out, the first is example {damaged[0]}.",
-            stacklevel=2,
+        warn(
+            f"{len(damaged)} examples of {name!r} have no known form and are left out, the first is example {damaged[0]}."
         )
     if kind is None:
         raise ConfigurationError(f"the set {name!r} is empty: give at least one example.")
