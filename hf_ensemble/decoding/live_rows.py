@@ -91,17 +91,14 @@ class LiveRows:
             for index, state in self.states.items()
         }
 
-    def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
-        """Run the gate member in these rows, before it is known whether others are needed."""
-        self._expand(set(self.states) - {gate})
-        if gate not in self._said:
-            self._said[gate] = self._logits(gate, [self._place_of[row] for row in positions])
-        return self._said[gate]
-
     def read(self, needed: Tensor) -> list[Tensor | None]:
-        """Run the members that are needed; of all rows, those that have ended included."""
+        """Run the members that are needed and have not been read at this step; of all rows, ended ones included."""
         is_needed = needed.T.tolist()
-        self._expand({index for index in self.states if not any(is_needed[index])})
+        if self._prompt_of_row is not None:
+            # Each row gets a state of its own, once the prompts that rows share have been read.
+            waiting = {index for index in self.states if not any(is_needed[index])}
+            expand_prompts(self.states, self._prompt_of_row, waiting)
+            self._prompt_of_row = None
         places_of = {
             index: [place for place, row in enumerate(self.live) if is_needed[index][row]]
             for index in self.states
@@ -112,25 +109,17 @@ class LiveRows:
                 # All are started before one is waited for.
                 self.states[index].start(rows=places)
         for index, places in places_of.items():
-            self._said[index] = self._logits(index, places)
+            self._said[index] = self._logits(index, places) if places else None
         return [self._said.get(index) for index in range(len(self.members))]
 
-    def _logits(self, index: int, places: Sequence[int]) -> Tensor | None:
-        """A member's logits in these of the live rows, of shape `(batch_size, vocab_size)`; None for no row."""
-        if not places:
-            return None
+    def _logits(self, index: int, places: Sequence[int]) -> Tensor:
+        """A member's logits in these of the live rows, of shape `(batch_size, vocab_size)`."""
         # In the member's own dtype, of which half as much may travel.
         logits = self.states[index].logits(rows=places).to(self._device).float()
         if len(logits) == self._num_rows:
             return logits
         at = torch.tensor(self.live, device=logits.device)
         return logits.new_zeros(self._num_rows, logits.shape[-1]).index_copy_(0, at, logits)
-
-    def _expand(self, waiting: Collection[int]) -> None:
-        """Give each row a state of its own, once the prompts that rows share have been read."""
-        if self._prompt_of_row is not None:
-            expand_prompts(self.states, self._prompt_of_row, waiting)
-            self._prompt_of_row = None
 
     # Running ahead of the decoding loop
 

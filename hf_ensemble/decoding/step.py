@@ -24,11 +24,8 @@ class Reader(Protocol):
     def sitting_out(self) -> Mapping[int, Sequence[int]]:
         """For each member, the positions at which it cannot speak."""
 
-    def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
-        """Run the gate member first. Returns its logits as `read` does; None where it has none."""
-
     def read(self, needed: Tensor) -> list[Tensor | None]:
-        """Run the members that are needed.
+        """Run the members that are needed. A step with a gate asks for this member first, and then for all.
 
         Args:
             needed: At which positions which member is needed, of shape `(num_positions, num_members)`, on the CPU.
@@ -109,6 +106,7 @@ class FusedStep:
         self._width = members[0].vocab_size
         self._gate = gate
         self._draws_one = draws_one
+        self._alone = torch.eye(len(members))  # the weights where one member decides
         self._captures = captures
         self._mix = self._mixing(method)
         self._sent: tuple[Tensor, Tensor] | None = None
@@ -202,30 +200,31 @@ class FusedStep:
         if self.follows_weights and deciding is None:
             return plan, None
         deciding = list(range(len(plan)) if deciding is None else deciding)
-        alone = torch.eye(len(self.members))
         if len(deciding) < len(plan) and not (self.follows_weights and deciding):
             # Where nothing is chosen nobody is needed; the primary stands there, so that there is something to mix.
             idle = torch.ones(len(plan), dtype=torch.bool)
             idle[deciding] = False
-            plan = torch.where(idle[:, None], alone[0], plan)
+            plan = torch.where(idle[:, None], self._alone[0], plan)
         if self._draws_one and deciding:
             plan = plan.clone()
-            plan[deciding] = alone[torch.multinomial(plan[deciding], 1)[:, 0]]
+            plan[deciding] = self._alone[torch.multinomial(plan[deciding], 1)[:, 0]]
         if self._gate is None:
             return plan, None
         gate, _ = self._gate
-        asked = set(deciding).difference(sitting_out.get(gate, ()))
-        closed = self._closed(reader, sorted(asked))
+        asked = sorted({*deciding} - {*sitting_out.get(gate, ())})
+        closed = self._closed(reader, asked, plan)
         if closed:
             plan = plan.clone()
-            plan[list(closed)] = alone[gate]
+            plan[list(closed)] = self._alone[gate]
         return plan, closed
 
-    def _closed(self, reader: Reader, positions: Sequence[int]) -> set[int]:
+    def _closed(self, reader: Reader, positions: Sequence[int], plan: Tensor) -> set[int]:
         """The positions at which the gate member is so sure that it decides alone."""
         assert self._gate is not None
         gate, threshold = self._gate
-        logits = reader.read_gate(gate, positions) if positions else None
+        needed = torch.zeros_like(plan, dtype=torch.bool)
+        needed[positions, gate] = True
+        logits = reader.read(needed)[gate] if positions else None
         if logits is None:
             return set()
         confidence = self.method.confidence(logits, gate).tolist()

@@ -130,14 +130,11 @@ class TokenBatch:
             for index, texts in self._texts.items()
         }
 
-    def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
-        """Give the gate member's logits at all positions."""
-        return self._logits(gate)
-
     def read(self, needed: Tensor) -> list[Tensor | None]:
-        """Give the logits of all members that read these texts."""
-        return [self._logits(index) for index in range(len(self._members))]
-
-    def _logits(self, index: int) -> Tensor | None:
-        forced = self._forced.get(index)
-        return None if forced is None else forced.take(self._steps).to(self._method.device)
+        """Give the logits of the members that are needed somewhere."""
+        return [
+            self._forced[index].take(self._steps).to(self._method.device)
+            if is_needed and index in self._forced
+            else None
+            for index, is_needed in enumerate(needed.any(0).tolist())
+        ]

@@ -186,10 +186,6 @@ class SpeculativeDecoder:
             for index in self.states
         }
 
-    def read_gate(self, gate: int, positions: Sequence[int]) -> Tensor | None:
-        """Drafts are refused beside a gate, which decides at every step who runs."""
-        raise AssertionError
-
     def read(self, needed: Tensor) -> list[Tensor | None]:
         """Let every member read all rows and their drafts in one forward pass."""
         is_needed = needed.T.tolist()
