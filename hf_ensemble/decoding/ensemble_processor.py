@@ -46,8 +46,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
     ):
         if len(models) != len(tokenizers):
             raise wrong_count("tokenizers", len(tokenizers), len(models), "model")
-        self._members = [Member(model, tokenizer) for model, tokenizer in zip(models, tokenizers, strict=True)]
-        self._kept = Kept(self._members)
+        self._kept = Kept([Member(model, tokenizer) for model, tokenizer in zip(models, tokenizers, strict=True)])
         self._config = method_config(method)
         if self._config.decides != "tokens":
             raise ConfigurationError(
@@ -89,10 +88,10 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         self._decoder = None
 
     def _start(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> TokenDecoder:
-        for member in self._members:
+        for member in self._kept.members:
             member.check_size()
         mask = None if self._pad is None else (input_ids != self._pad).long().cummax(-1).values
-        eos_ids = self._members[0].eos_token_ids
+        eos_ids = self._kept.members[0].eos_token_ids
         method = self._kept.method(self._config, eos_ids, scores.device)
         weights = self._step_weights()
         # Of one prompt there may be several rows, one after the other.
@@ -105,4 +104,4 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         return TokenDecoder(call, method, input_ids, mask, silent_ids, is_wide=False)
 
     def _step_weights(self) -> StepWeights:
-        return StepWeights(self._weights, len(self._members), self._config.takes_weights_as_given)
+        return StepWeights(self._weights, len(self._kept.members), self._config.takes_weights_as_given)

@@ -50,7 +50,6 @@ class DraftMode(Mode):
         participants = tuple(sorted(call.weights.participants))
         drafters = speculation.drafters(participants, num_parameters)
         kind = (call.config, call.is_by_primary, speculation.name, participants, len(loop.input_ids), method.device)
-
         running = sum(num_parameters[index] for index in participants)
         draft_length = call.kept.draft_lengths.pop(kind, None) or DraftLength(
             shares={members[index].name: num_parameters[index] / running for index in drafters},
