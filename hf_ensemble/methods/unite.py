@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..config import METHODS, GatedConfig, MethodConfig, check_positive_integer
 from ..members.member import Member
-from ..mixing import merge_duplicates, normalize_, put_eos, top_entries_of_each
+from ..mixing import log_normalizer, merge_duplicates, normalize_, put_eos, top_entries_of_each
 from ..vocabulary.union import UnionVocabulary
 from .base import EosIds, Mixed, TokenMethod
 
@@ -79,9 +79,11 @@ class Unite(TokenMethod):
         """Fuse one step; see `TokenMethod.mix`."""
         primary = logits[0]
         assert primary is not None
-        normalizers = torch.zeros_like(weights)
-        masked = dict(self.taking_part(logits, normalizers))
+        masked = {index: self.masked(one, index) for index, one in enumerate(logits) if one is not None}
         present = list(masked)
+        nothing = primary.new_zeros(len(primary))
+        found = [log_normalizer(masked[index]) if index in masked else nothing for index in range(len(logits))]
+        normalizers = torch.stack(found, dim=-1)
         entries = [merge_duplicates(row, self.maps[index].duplicates) for index, row in masked.items()]
         top_k = min(self.top_k, max(row.shape[-1] for row in entries))
         values, ids = top_entries_of_each(entries, top_k)  # (M, B, k)

@@ -114,7 +114,7 @@ def _build_nearest(union: UnionVocabulary, member: int) -> np.ndarray:
 def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.ndarray:
     """The place of the nearest of `choices` to each of `entries`; of several, the first."""
     is_text, choice_is_text = (
-        np.array([text_or_none(entry) is not None for entry in some]) for some in (entries, choices)
+        np.array([text_or_none(one) is not None for one in some]) for some in (entries, choices)
     )
     best = np.full(len(entries), np.iinfo(np.int64).max)
 

@@ -12,6 +12,7 @@ from .tokenizer_views import SEPARATOR, TokenizerView, TokenizerViews
 
 _REPLACEMENT = "�"
 _NO_TEXT, _END = b"\xff", b"\xfe\xff" * 8
+"""Bytes that no text has."""
 
 
 class ByteEncoder:
@@ -81,7 +82,7 @@ class ByteEncoder:
         plain = [n for n, text in enumerate(texts) if text is not None and SEPARATOR not in text]
         encoded = self._views.separating.encode_separated([texts[n] or "" for n in plain])
         entries, num_ids = self._entries_and_end, self.token_bytes.num_ids
-        # All at once; -1 gives what ends each.
+        # All at once; -1 gives what ends each. What does not write its text is encoded again, alone.
         written = b"".join([entries[min(i, num_ids)] for ids in encoded for i in (*ids, -1)]).split(_END)
         found = {n: ids for n, ids, data in zip(plain, encoded, written, strict=False) if data == batch[n]}
         return [found[n] if n in found else self.encode(data) for n, data in enumerate(batch)]
@@ -193,7 +194,7 @@ class ByteEncoder:
 
     @cached_property
     def _entries_and_end(self) -> list[bytes]:
-        """What each id writes, no text for ids that ask for a closer look and those without a row, and the end."""
+        """What each id writes; no text for one that asks for a closer look or has no row. The last is an end."""
         entries = [*self.token_bytes.entries, _NO_TEXT, _END]
         for i in self._suspicious_ids:
             entries[min(i, self.token_bytes.num_ids)] = _NO_TEXT
