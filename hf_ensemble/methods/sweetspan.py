@@ -111,7 +111,7 @@ def choose_span(scores: Sequence[Sequence[float | None]], filter_ratio: float, s
     """
     filtered, means = [], []
     for row in scores:
-        order = sorted((value, n) for n, value in enumerate(row) if value is not None)
+        order = sorted((value, n) for n, value in enumerate(row) if value is not None) or [(math.inf, -1)]
         low, high = (perplexity(value, score) for value, _ in (order[0], order[-1]))
         # Not `>`: 0 times infinity is NaN, and a ratio of 0 drops infinite scores too.
         is_split = len(order) > 2 and not high <= filter_ratio * low

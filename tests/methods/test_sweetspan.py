@@ -5,7 +5,9 @@ import math
 import pytest
 
 from hf_ensemble import ConfigurationError, SweetSpanConfig
-from hf_ensemble.methods.sweetspan import choose_span, span_score
+from hf_ensemble.decoding.spans.participant import Offer, Reading
+from hf_ensemble.methods.sweetspan import SpanChoice, choose_span, span_score
+from hf_ensemble.recording.spans import SpanCandidate
 
 FIGURE = [[23.5, 1.4, 1.6], [1.1, 9.0, 9.5]]
 """The perplexities of the paper's figure 2 (the second candidate's as the issue gives them)."""
@@ -70,3 +72,17 @@ def test_bad_options_are_refused_with_rule_and_value(options, match):
 def test_the_token_limit_grows_with_the_span():
     assert SweetSpanConfig(span_length=3).token_limit == 48
     assert SweetSpanConfig(span_length=3, max_span_tokens=7).token_limit == 7
+
+
+@pytest.mark.parametrize("score", ["perplexity", "bits_per_byte"])
+def test_a_member_that_reads_no_token_of_a_candidate_gives_it_no_score(score):
+    """Its tokenizer drops what it does not know; a sum over nothing would make the candidate certain."""
+    candidate = SpanCandidate("🦔".encode(), False, (0,))
+    offer = Offer(candidate, {0: Reading(None, [7], 1, log_prob=-1.0), 1: Reading(None, [], 0, log_prob=0.0)})
+    assert offer.score(0, score) > 0
+    assert offer.score(1, score) is None
+
+
+def test_a_candidate_without_a_score_is_the_last_choice():
+    assert choose_span([[None, None], [90.0, None]], 10.0, "perplexity") == SpanChoice(1, ((), ()))
+    assert choose_span([[None], [None]], 10.0, "bits_per_byte") == SpanChoice(0, ((), ()))

@@ -76,14 +76,16 @@ class Offer:
     candidate: SpanCandidate
     readings: dict[int, Reading]
 
-    def score(self, member: int, score: SpanScore) -> float:
-        """A member's score of the candidate, EOS counted as one byte.
+    def score(self, member: int, score: SpanScore) -> float | None:
+        """A member's score of the candidate, EOS counted as one byte; None if it reads no token of it.
 
         Args:
             member: The member's number.
             score: Which score.
         """
         reading = self.readings[member]
+        if not reading.num_tokens:
+            return None
         assert reading.log_prob is not None
         num_bytes = len(self.candidate.data) + self.candidate.has_eos
         return span_score(reading.log_prob, reading.num_tokens, num_bytes, score)
