@@ -143,7 +143,7 @@ def test_the_stages(stage, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     stage("report")
     drawn = {path.stem for path in (folder / "report").glob("*.svg")}
-    assert {"top_k", "span_length"} <= drawn
+    assert {"systems", "top_k", "span_length"} <= drawn
 
 
 def test_report_says_what_is_missing(stage):

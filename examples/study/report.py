@@ -172,6 +172,7 @@ def plots_of(groups: Sequence[Group]) -> dict[str, tuple[str, Points]]:
     pairs = [group for group in groups if len(group.names) == 2]
     turned = [group for group in pairs if any(other.names == group.names[::-1] != group.names for other in pairs)]
     return {
+        "systems": ("", {" + ".join(g.names): [(s, g.gain(s)) for s in g.systems if g.runs(s)] for g in groups}),
         "gap": ("points between the members", by_ensemble(pairs, lambda group: group.gap)),
         "disagreement": ("% on which they disagree", by_ensemble(pairs, lambda group: group.disagreement)),
         "top_k": ("k of UniTE", by_option(groups, "unite:top_k=")),
@@ -193,7 +194,8 @@ def draw(file: Path, panels: dict[str, tuple[str, Points]]) -> bool:
     import matplotlib
     from matplotlib.figure import Figure
 
-    style = "none" if file.stem in ("gap", "disagreement") else "-"  # other ensembles, not one that changes
+    # Other ensembles or methods, not one that changes.
+    style = "none" if file.stem in ("systems", "gap", "disagreement") else "-"
     with matplotlib.rc_context({"svg.hashsalt": "study", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(4.2 * len(tasks), 3.4), layout="constrained")
         for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
@@ -203,6 +205,10 @@ def draw(file: Path, panels: dict[str, tuple[str, Points]]) -> bool:
                 axes.errorbar(places, values, errors, marker="o", linestyle=style, capsize=2, label=name)
             axes.axhline(0, color="gray", linestyle=":")
             axes.set(title=task, xlabel=panels[task][0], ylabel="points above the better member")
+            if file.stem == "systems":
+                axes.tick_params("x", rotation=25)
+                for label in axes.get_xticklabels():
+                    label.set_horizontalalignment("right")
             axes.legend(fontsize="x-small")
         figure.savefig(file, metadata={"Date": None})
     return True
