@@ -84,6 +84,13 @@ def time_again(ensemble, ids: torch.Tensor, new_tokens: int, method: str, **opti
     return time_ensemble(ensemble, ids, new_tokens, method, **options)
 
 
+def time_alone(ensemble, ids: torch.Tensor, new_tokens: int, method: str) -> float:
+    """Seconds a token of a call that only the primary decides, without its prompt: by what twice the tokens take more."""
+    weights = [1.0] + [0.0] * (len(ensemble.members) - 1)
+    once = time_again(ensemble, ids, new_tokens, method, weights=weights)
+    return 2 * time_again(ensemble, ids, 2 * new_tokens, method, weights=weights) - once
+
+
 def time_fusion(ensemble, method: str, repeats: int = 100) -> list[float]:
     """Seconds of fusing one step: from both members' logits to the fused scores."""
     fuser = CapturedMix(ensemble._kept.method(method_config(method), list(ensemble.member_views[0].eos_token_ids)))
@@ -147,11 +154,10 @@ def variants_of(ensemble, args: argparse.Namespace, texts: list[torch.Tensor]) -
         variants[f"{member.name}, captured step of 1"] = functools.partial(steps, ids)
         variants[f"{member.name}, captured step of 8"] = functools.partial(steps, ids, 8)
         variants[f"{member.name}, captured step, batch 32"] = functools.partial(steps, ids.repeat(32, 1))
-    primary, alone = ensemble.member_views[0].name, [1.0] + [0.0] * (len(prompts) - 1)
-    for batch in {1, 32}:
-        ids = prompts[0].repeat(batch, 1)
-        variants[f"{primary} alone, batch {batch}"] = functools.partial(
-            time_again, ensemble, ids, args.new_tokens, args.methods[0], weights=alone
+    for batch in (1, 32):
+        inputs = prompts[0].repeat(batch, 1), args.new_tokens, args.methods[0]
+        variants[f"{ensemble.member_views[0].name} alone, batch {batch}"] = functools.partial(
+            time_alone, ensemble, *inputs
         )
     for method in args.methods:
         inputs = {f"batch {batch}": prompts[0].repeat(batch, 1) for batch in args.batches}
@@ -196,7 +202,7 @@ def main() -> None:
     args = parser.parse_args()
     args.batches = sorted({1, *args.batches})
     ensemble = random_members(args.members, args.tokenizers, args.devices, ReplayingEnsemble)
-    longest = max([args.prompt, *args.lengths]) + max(args.new_tokens, NUM_PROFILED)
+    longest = max([args.prompt, *args.lengths]) + max(2 * args.new_tokens, NUM_PROFILED)
     texts = [text_ids(tokenizer, longest) for tokenizer in ensemble.tokenizers]
     ensemble.replayed_ids = texts[0].tolist()
     texts[0] = texts[0].to(ensemble.device)
@@ -242,7 +248,7 @@ def print_what_follows(ensemble, args: argparse.Namespace, prompt: torch.Tensor,
         print_row(name, f"{1e3 * value:.2f}", f"{1 / value:.1f}")
     for batch, step in ((1, "step of 1"), (32, "step, batch 32")):
         ratio = middle[f"{names[0]} alone, batch {batch}"] / middle[f"{names[0]}, captured {step}"]
-        print(f"{names[0]} alone at batch {batch}: {ratio:.2f} of its captured step, the prompt included")
+        print(f"{names[0]} alone at batch {batch}: {ratio:.2f} of its captured step")
     for method in args.methods:
         copies = show_copies(ensemble, prompt, method)
         print(f"\n{method}: fusing one step {milliseconds(time_fusion(ensemble, method), 3)} ms; {copies}")
