@@ -301,6 +301,37 @@ class MemberConfig:
         return {key: value for key, value in values.items() if value not in (None, [])}
 
 
+def is_local(path: str) -> bool:
+    """Whether a member's path is a folder of this machine, not a Hub id."""
+    return os.path.isabs(path) or path.startswith((".", "~")) or os.path.exists(path)
+
+
+def paths_of(item: MemberConfig) -> dict[str, str]:
+    """Ids and paths of a member's parts, by the option that names them."""
+    given = {"path": item.path, "tokenizer": item.tokenizer, "adapter": item.adapter}
+    return {key: path for key, path in given.items() if path is not None}
+
+
+def check_on_hub(item: MemberConfig, name: str, remedy: str) -> None:
+    """Refuse to push a reference that nobody else could load.
+
+    Args:
+        item: The member.
+        name: What errors call it.
+        remedy: What to do instead: "Pass `include_members=True`".
+
+    Raises:
+        ConfigurationError: If a part of it lies on this machine.
+    """
+    for key, path in paths_of(item).items():
+        if is_local(path):
+            what = "member" if key == "path" else f"the {key} of member"
+            raise ConfigurationError(
+                f"{what} {name!r} lies in a folder of this machine, so others could not load what is pushed. {remedy}, or "
+                "load the member by its Hub id."
+            )
+
+
 _COMMON_OPTIONS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
@@ -358,6 +389,17 @@ class EnsembleConfig(PreTrainedConfig):
             return self
         text_config: PreTrainedConfig = self.primary_config.get_text_config(decoder=decoder, encoder=encoder)
         return text_config
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload the configuration alone, as any other's.
+
+        Raises:
+            ConfigurationError: If a member lies on this machine, where nobody else could load it.
+        """
+        for item in self.members:
+            name = item.name or str(item.path).rstrip("/").rsplit("/", 1)[-1]
+            check_on_hub(item, name, "Push the ensemble itself with `include_members=True`")
+        return super().push_to_hub(*args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""

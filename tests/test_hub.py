@@ -120,7 +120,14 @@ def test_a_local_member_cannot_be_pushed_by_reference(server, pair):
     ensemble = EnsembleForCausalLM.from_pretrained([pair[0], "org/right"])
     with pytest.raises(ConfigurationError, match="'left' lies in a folder of this machine.*include_members"):
         ensemble.push_to_hub("ann/duo", token=TOKEN)
+    with pytest.raises(ConfigurationError, match="'left' lies in a folder of this machine.*Push the ensemble itself"):
+        ensemble.config.push_to_hub("ann/duo", token=TOKEN)
     assert "ann/duo" not in server.repositories
+
+
+def test_a_configuration_can_be_pushed_by_itself(server, ensemble):
+    ensemble.config.push_to_hub("ann/config", token=TOKEN)
+    assert [member.path for member in AutoConfig.from_pretrained("ann/config").members] == ["org/left", "org/right"]
 
 
 # --- Members within -------------------------------------------------------------------------------------------------

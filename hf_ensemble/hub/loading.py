@@ -19,14 +19,14 @@ from transformers import (
 from typing_extensions import Self
 
 from .. import messages
-from ..config import EnsembleConfig, MemberConfig, MethodConfig
+from ..config import EnsembleConfig, MemberConfig, MethodConfig, is_local
 from ..errors import ConfigurationError, VocabularyError
 from ..members.member import Member
 from .adapters import add_adapter
 from .finding import checked_member, read_source, source_options
 from .in_place import finish_writing
 from .placement import check_memory, remaining_memory
-from .references import HUB_OPTIONS, Place, check_token, is_local, name_of, whole_path, with_paths
+from .references import HUB_OPTIONS, Place, check_token, name_of, whole_path, with_paths
 
 
 class Loading:

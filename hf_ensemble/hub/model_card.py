@@ -8,8 +8,8 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 
+from ..config import is_local
 from .planning import SavePlan
-from .references import is_local
 
 _TEMPLATE = Path(__file__).with_suffix(".md")
 

@@ -14,12 +14,12 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import GenerationConfig
 
-from ..config import EnsembleConfig, MemberConfig, normalize_weights
+from ..config import EnsembleConfig, MemberConfig, check_on_hub, normalize_weights, paths_of
 from ..errors import ConfigurationError
 from ..members.member import Member
 from .adapters import active_adapters, base_model, obstacle_to_writing
 from .in_place import BUNDLE
-from .references import Place, is_local, paths_of, saved_path, with_paths
+from .references import Place, saved_path, with_paths
 
 ADAPTER_FOLDER = "adapter"
 """Folder of a bundled member's adapter, within the member's."""
@@ -93,13 +93,7 @@ def plan_push(ensemble: Any, include_members: bool, api: HfApi) -> SavePlan:
     """
 
     def reference(item: MemberConfig, member: Member) -> MemberConfig:
-        for key, path in paths_of(item).items():
-            if is_local(path):
-                what = "member" if key == "path" else f"the {key} of member"
-                raise ConfigurationError(
-                    f"{what} {member.name!r} lies in a folder of this machine, so others could not load what is pushed. "
-                    "Pass `include_members=True`, or load the member by its Hub id."
-                )
+        check_on_hub(item, member.name, "Pass `include_members=True`")
         commits: dict[str, Any] = {"revision": item.commit or _commit_on_hub(Place.of_model(item), member, api)}
         if item.adapter is not None:
             commits["adapter_revision"] = item.adapter_commit or _commit_on_hub(Place.of_adapter(item), member, api)

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers.utils import cached_file  # type: ignore[attr-defined]
 
-from ..config import MemberConfig
+from ..config import MemberConfig, paths_of
 from ..errors import ConfigurationError
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
@@ -80,11 +80,6 @@ class Place:
         return {key: value for key, value in given.items() if value is not None}
 
 
-def is_local(path: str) -> bool:
-    """Whether a member's path is a folder of this machine, not a Hub id."""
-    return os.path.isabs(path) or path.startswith((".", "~")) or os.path.exists(path)
-
-
 def name_of(item: MemberConfig) -> str:
     """What a member is called in errors before it is loaded."""
     return item.name or str(item.path)
@@ -148,12 +143,6 @@ def _check_reachable(place: Place, what: str, hub: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"{what}: there is no folder {place.path!r}, and the Hub cannot be asked: {error}"
         ) from error
-
-
-def paths_of(item: MemberConfig) -> dict[str, str]:
-    """Ids and paths of a member's parts, by the option that names them."""
-    given = {"path": item.path, "tokenizer": item.tokenizer, "adapter": item.adapter}
-    return {key: path for key, path in given.items() if path is not None}
 
 
 def with_paths(item: MemberConfig, change: Callable[[str], str]) -> MemberConfig:
