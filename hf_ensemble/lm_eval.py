@@ -340,6 +340,7 @@ class _StopTexts(StoppingCriteria):
 
 def _split_arguments(text: str) -> list[tuple[str, str]]:
     """Names and values of `a=1,b=2,3`: what has no `=` belongs to the value before it."""
+    # A comma ends a value only where the next piece up to a comma has a `=`.
     parts = [part for part in re.split(r",(?=[^,=]*=)", re.sub(",+", ",", text).strip(",")) if part]
     if parts and "=" not in parts[0]:
         first = parts[0].partition(",")[0]

@@ -272,7 +272,8 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             return self._generate_in(mode, inputs, **arguments, **kwargs)
         except BaseException:
             if streamer is not None:
-                # What failed is what shall be seen, also if the streamer (whose event loop may be closed) fails as well.
+                # So that its readers never hang. What failed is what shall be seen, also if the streamer (whose event loop
+                # may be closed) fails as well.
                 with contextlib.suppress(Exception):
                     streamer.end()
             raise

@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
     TextIteratorStreamer,
     TextStreamer,
     WatermarkingConfig,
@@ -892,3 +894,21 @@ def test_a_copy_generates_the_same(ensemble, rows):
 def test_a_saved_method_that_is_not_known_here_says_where_to_put_it():
     with pytest.raises(ConfigurationError, match=r"'unheard-of'. Known methods: .*hf_ensemble\.config\.METHODS"):
         method_config({"name": "unheard-of", "power": 2.0})
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"bad_words_ids": [[5]]}, {"weights": [1, 0]}], ids=str)
+def test_what_acts_among_the_processors_is_a_processor(options, ensemble, monkeypatch):
+    """The stock list reads the signature of what it calls at every step, which takes long for a plain function."""
+    seen = []
+    call = LogitsProcessorList.__call__
+
+    def look(self, input_ids, scores, **kwargs):
+        seen.extend(self)
+        return call(self, input_ids, scores, **kwargs)
+
+    monkeypatch.setattr(LogitsProcessorList, "__call__", look)
+    recorded = {} if "num_beams" in options else {"output_decisions": True, "return_dict_in_generate": True}
+    inputs = ensemble.tokenizer("The cat", return_tensors="pt")
+    ensemble.generate(**inputs, max_new_tokens=2, method="unite", **recorded, **options)
+    assert seen
+    assert all(isinstance(item, LogitsProcessor) for item in seen)

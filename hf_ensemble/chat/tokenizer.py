@@ -20,7 +20,10 @@ _SETTINGS = "ensemble_chat"
 """Key in `tokenizer_config.json` under which an ensemble's settings of its primary are saved."""
 
 _encoders: WeakKeyDictionary[Any, tuple[Any, RenderedEncoder]] = WeakKeyDictionary()
-"""Of each tokenizer its number of tokens and control tokens, and the encoder that was made for these."""
+"""Of each tokenizer its number of tokens and control tokens, and the encoder that was made for these.
+
+Beside the tokenizers, since what is kept on one would be copied and saved with it.
+"""
 
 
 class _RemembersConversations:

@@ -98,7 +98,7 @@ def packllm_weights(
         raise ConfigurationError(f"`temperature` has to be a positive number, but is {temperature!r}.")
     if input_ids is None:
         raise ConfigurationError("`input_ids` must be given: the weights depend on the prompt.")
-    members = ensemble._members
+    members = ensemble.member_views
     ids, mask = prepare_prompt(members[0], input_ids, attention_mask)
     own = OwnPrompts(members, member_prompts, len(ids))
     prompts = read_prompts(members, range(len(members)), "retokenize", ids, mask, own)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..members.member import Member
 from ..members.state import MemberState, PlainContext
-from ..vocabulary.context import MemberContext, num_common
+from ..vocabulary.context import MemberContext
 from ..vocabulary.token_bytes import NO_TOKEN
 
 _MAX_LOGITS = 2**26
@@ -57,15 +57,16 @@ class ForcedText:
         """
         shared, sits_out = [len(context.ids)], [context.sits_out]
         tails: list[list[int]] = [[]]
+        ids = list(context.ids)
         for data in written:
-            before = list(context.ids)
-            context.write(data)
-            num_same = num_common(before, context.ids)
+            num_same = context.write(data)
+            # Only the last steps have read ids that are others now.
             for step in reversed(range(len(shared))):
                 if shared[step] <= num_same:
                     break
-                tails[step] = before[num_same : shared[step]] + tails[step]
+                tails[step] = ids[num_same : shared[step]] + tails[step]
                 shared[step] = num_same
+            ids[num_same:] = context.ids[num_same:]
             shared.append(len(context.ids))
             tails.append([])
             sits_out.append(context.sits_out)
@@ -122,7 +123,7 @@ class ForcedMember:
             for step in range(start, min(stop, self._texts[row].num_steps) - 1)
             if self._texts[row].tails[step] and not self._texts[row].sits_out[step]
         ]
-        if branches and self._state.caches.mode not in ("static", "repack"):
+        if branches and not self._state.caches.can_be_cut:
             # States that cannot be cut follow the text as it grows.
             for step in range(start, stop):
                 self._run_rows(step, step + 1)

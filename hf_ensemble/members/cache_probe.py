@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import messages
-from .cached_rows import CachedRows
+from .cached_rows import CACHE_MODES, CachedRows
 from .member_model import MemberModel, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,7 @@ def _first_that_works(
     member: MemberModel, tolerance: float, expected: Tensor, texts: Sequence[list[int]], new_rows: NewRows
 ) -> tuple[str, bool]:
     is_final = True
-    modes = ["static", "repack", "row_chunks", "row_tokens"]
-    for mode in modes if member.device.type == "cuda" else modes[1:]:
+    for mode in CACHE_MODES[0 if member.device.type == "cuda" else 1 : -1]:
         try:
             distance = _distance(_logits_in_mode(mode, texts, new_rows), expected)
         except Exception as error:

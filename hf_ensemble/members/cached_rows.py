@@ -9,6 +9,9 @@ from torch import Tensor
 
 from ..vocabulary.context import num_common
 
+CACHE_MODES = ("static", "repack", "row_chunks", "row_tokens", "recompute")
+"""How caches can follow a text, the fastest first; see `Member.cache_mode`."""
+
 AHEAD = -1
 """Stands for a cached id that the host does not know yet: the text says what it is when it is read next."""
 
@@ -23,10 +26,12 @@ class CachedRows(ABC):
         mode: The cache mode; see `Member.cache_mode`.
         cached: The ids of each row that are in its cache. Nothing else says how much of a text is cached: what a text
             has in common with them need not be computed again.
+        can_be_cut: Whether rows roll back to any length without being read anew.
         num_forwards: Number of forward passes that the last `forward` took.
     """
 
     mode: str
+    can_be_cut = True
     num_forwards = 1
 
     def __init__(self, num_rows: int):
@@ -81,11 +86,15 @@ class CachedRows(ABC):
         return nullcontext()
 
     def num_cached(self, row: int, text: Sequence[int]) -> int:
-        """How many leading ids of a text are in the cache of a row."""
-        held = self.cached[row]
-        if held and held[-1] == AHEAD and len(text) >= len(held):
-            held[-1] = text[len(held) - 1]
-        return num_common(held, text)
+        """How many leading ids of a text are in the cache of a row; an id that ran ahead takes the text's word for itself."""
+        held, count = self.cached[row], len(self.cached[row])
+        if held and held[-1] == AHEAD and len(text) >= count:
+            held[-1] = text[count - 1]
+        # Mostly the text has grown. A slice of it would be a copy of all that is long known.
+        held += text[count:]
+        has_grown = held == text
+        del held[count:]
+        return count if has_grown else num_common(held, text)
 
     def _num_cached_of(self, texts: Sequence[Sequence[int]]) -> list[int]:
         return [self.num_cached(row, text) for row, text in enumerate(texts)]

@@ -9,12 +9,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import messages
 from ..chat.rendering import ChatRenderer
+from ..errors import ConfigurationError
 from ..vocabulary.backend import without_dropout
 from ..vocabulary.encoding import ByteEncoder
 from ..vocabulary.rendered import RenderedEncoder
 from ..vocabulary.token_bytes import TEXT, TokenBytes
 from .cache_probe import NUM_TRIAL_IDS, find_cache_mode
-from .cached_rows import CachedRows
+from .cached_rows import CACHE_MODES, CachedRows
 from .member_model import MemberModel
 from .per_row_cache import SeparateRows
 from .repacked_cache import RepackedRows
@@ -130,12 +131,17 @@ class Member(MemberModel):
 
     @cache_mode.setter
     def cache_mode(self, mode: str) -> None:
+        if mode not in CACHE_MODES:
+            raise ConfigurationError(
+                f"member {self.name!r} has no cache mode {mode!r}. Modes: {', '.join(CACHE_MODES)}."
+            )
         self._given_mode = mode
 
     @property
     def is_captured(self) -> bool:
         """Whether its steps run as CUDA graphs."""
-        is_possible = self._given_mode is not None or self.device.type == "cuda"  # or nothing need be tried
+        # Elsewhere no other mode is asked about, so that finding it, by a trial, can wait.
+        is_possible = self._given_mode is not None or self.device.type == "cuda"
         return is_possible and self.cache_mode == "static"
 
     def new_rows(self, num_rows: int, num_expected: int = 0, mode: str | None = None) -> CachedRows:

@@ -83,7 +83,7 @@ class MemberModel:
 
     @property
     def max_length(self) -> float:
-        """The same as a number to compare with: infinite where nothing breaks beyond a length."""
+        """`max_positions` as a number to compare with: infinite where nothing breaks beyond a length."""
         return math.inf if self.max_positions is None else self.max_positions
 
     def check_size(self) -> None:

@@ -17,6 +17,8 @@ _NUM_SNAPSHOTS = 8
 class SeparateRows(CachedRows):
     """One cache a row, for members whose cache cannot be cut: snapshots, or nothing cached at all."""
 
+    can_be_cut = False
+
     def __init__(self, member: MemberModel, num_rows: int, mode: str):
         super().__init__(num_rows)
         self.member = member
@@ -80,7 +82,9 @@ class SeparateRows(CachedRows):
         """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
         for place, row in enumerate(rows):
             if row is not None:
-                self._rows[place], self.cached[place] = fork._rows[row], list(fork.cached[row])
+                # A state that several rows continue from is needed once each.
+                self._rows[place] = fork._rows[row].twin() if row in rows[:place] else fork._rows[row]
+                self.cached[place] = list(fork.cached[row])
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep, repeat or drop rows."""

@@ -22,7 +22,10 @@ GROWTH = 1.5
 """How much more capacity is taken where it has run out, and how much more than is asked for may be reused."""
 
 _MOST_SPARE = 4
-"""How many times the rows that are asked for reused buffers may have: a last, small batch needs no graphs of its own."""
+"""Buffers for up to so many times the rows that are asked for are used again, with the graphs of their batches.
+
+So a last, small batch neither frees what the next ones need, nor captures what shrinking batches had captured.
+"""
 
 Masks = Callable[[Tensor, int], Any]
 

@@ -72,6 +72,7 @@ class MemberMaps:
         text_ids = (kinds == TEXT).nonzero()[:, 0]
         canonical = own[to_union[text_ids]]
         is_duplicate = text_ids != canonical
+        # All EOS ids count as the first of them.
         stands_for = torch.cat([canonical[is_duplicate], eos[:1].expand(len(eos[1:]))])
         canonical_ids, position = stands_for.unique(return_inverse=True)
         self.duplicates = Duplicates(torch.cat([text_ids[is_duplicate], eos[1:]]), canonical_ids, position)
@@ -79,7 +80,7 @@ class MemberMaps:
         if index == 0:
             own[eos], first[eos] = -1, -1
         self.to_union = to_union.index_fill_(0, eos, len(union))
-        first_eos = torch.tensor([*control_eos, -1][:1], device=device)
+        first_eos = torch.tensor([control_eos[0] if control_eos else -1], device=device)
         self.from_union, self.first_id = torch.cat([own, first_eos]), torch.cat([first, first_eos])
 
     def masked(self, logits: Tensor) -> Tensor:

@@ -111,6 +111,7 @@ def choose_span(scores: Sequence[Sequence[float | None]], filter_ratio: float, s
     """
     filtered, means = [], []
     for row in scores:
+        # A candidate that nobody scores is the worst.
         order = sorted((value, n) for n, value in enumerate(row) if value is not None) or [(math.inf, -1)]
         low, high = (perplexity(value, score) for value, _ in (order[0], order[-1]))
         # Not `>`: 0 times infinity is NaN, and a ratio of 0 drops infinite scores too.

@@ -1,4 +1,4 @@
-"""The primary alone: its own `generate` runs as it is."""
+"""The primary alone: its own `generate` runs as it is, where its steps cannot be captured."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +8,12 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from ..decoding.call import end_ids
-from ..decoding.token_decoder import TokenDecoder
 from ..methods.base import MemberMaps, eos_ids_of
 from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found, score_alone
 from .base import Mode
-from .stock_loop import FollowingCriteriaList
-from .tokens import TokenMode
+from .captured_primary import CapturedPrimaryMode
+from .stock_loop import FollowingCriteriaList, Hook
 
 
 class PrimaryMode(Mode):
@@ -45,7 +44,7 @@ class PrimaryMode(Mode):
             recorder.take([logits], logits.log_softmax(-1), weights, weights != 0)
             return scores
 
-        return [take, *stock]
+        return [Hook(take), *stock]
 
     def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
         """Let the recorder see what is written."""
@@ -62,23 +61,3 @@ class PrimaryMode(Mode):
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
         """Score by the primary's own distribution."""
         return score_alone(self.call.members[0], batch)
-
-
-class CapturedPrimaryMode(TokenMode):
-    """The primary has all the weight, and its captured steps take the place of its passes through the stock loop."""
-
-    def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
-        """Leave them as they are, between what reads the primary's own state and what looks at what they left."""
-        call = self.call
-        decoder = self.decoder = TokenDecoder(
-            call,
-            call.method(),
-            prompt_ids,
-            prompt_mask,
-            end_ids=range(call.members[0].vocab_size),
-            is_wide=False,
-            runs_primary=True,
-            max_new_tokens=call.settings.max_length - prompt_ids.shape[1],
-        )
-        do_sample = call.settings.do_sample
-        return [lambda _, scores: decoder.fuse(scores), *stock, lambda _, scores: decoder.select(scores, do_sample)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..decoding.loop import Loop
@@ -18,7 +18,28 @@ WAITS = "primary_waits"
 """Marks the forward passes of the decoding loop in which the primary does not run; its own state does, if needed."""
 
 _mode: ContextVar[Any] = ContextVar("mode", default=None)
-"""The `Mode` of the call of `generate` that runs here; another may take over once the processors are known."""
+"""The `Mode` of the call of `generate` that runs here; another may take over once the processors are known.
+
+Every thread has its own, and a call within a call puts the outer one's back. What is scheduled meanwhile, such as a
+callback of an event loop, keeps the mode, with its caches, until it has run.
+"""
+
+
+class Hook(LogitsProcessor):
+    """What a mode does in the stock loop, among the processors.
+
+    The stock list reads the signature of what it calls at every step, which takes ten times as long for a plain function.
+
+    Args:
+        function: Takes all ids so far, of shape `(num_rows, length)`, and the scores; returns scores.
+    """
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]):
+        self._function = function
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> Any:
+        """Scores, of shape `(num_rows, width)`."""
+        return self._function(input_ids, scores)
 
 
 class FollowingCriteriaList(StoppingCriteriaList):

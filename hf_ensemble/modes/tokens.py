@@ -17,7 +17,7 @@ from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found
 from ..scoring.token_batch import TokenBatch
 from .base import Mode
-from .stock_loop import WAITS, FollowingCriteriaList
+from .stock_loop import WAITS, FollowingCriteriaList, Hook
 
 
 class TokenMode(Mode):
@@ -65,19 +65,14 @@ class TokenMode(Mode):
         )
         constraints = [without_padding(item, prompt_mask) for item in constraints]
         # Proposals decide alone wherever the last constraint leaves some of them.
-        settling = [decoder.settle] if constraints and method.proposes_few else []
-        between = [*constraints, *settling, *warpers]
+        settling = [Hook(decoder.settle)] if constraints and method.proposes_few else []
         if is_beam_search:
-            return [
-                decoder.fuse_beams,
-                *between,
-                lambda _, scores: decoder.check_candidates(scores, settings.num_beams),
-            ]
-        return [
-            lambda _, scores: decoder.fuse(scores),
-            *between,
-            lambda _, scores: decoder.select(scores, settings.do_sample),
-        ]
+            first = Hook(decoder.fuse_beams)
+            last = Hook(lambda _, scores: decoder.check_candidates(scores, settings.num_beams))
+        else:
+            first = Hook(lambda _, scores: decoder.fuse(scores))
+            last = Hook(lambda _, scores: decoder.select(scores, settings.do_sample))
+        return [first, *constraints, *settling, *warpers, last]
 
     def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
         """Let the decoder follow what is written, unless rows move, as beams do."""

@@ -70,17 +70,20 @@ class MemberContext:
             context._retokenize()
         return context
 
-    def write(self, data: bytes) -> None:
-        """Let the context follow the text by the bytes of one entry."""
+    def write(self, data: bytes) -> int:
+        """Let the context follow the text by the bytes of one entry.
+
+        Returns:
+            How many leading ids are as they were.
+        """
         if not data:
-            return
+            return len(self.ids)
         if self.resync == "append":
-            self._append(data)
-            return
+            return self._append(data)
         text, self._begun = split_begun_character(self._begun + data)
         self._tail += text
-        if not self._retokenize_end(text):
-            self._retokenize()
+        num_same = self._retokenize_end(text)
+        return self._retokenize() if num_same is None else num_same
 
     def copy(self) -> "MemberContext":
         """Return an independent context with the same text (for a beam that branches off)."""
@@ -96,7 +99,8 @@ class MemberContext:
         self.is_lossy |= written != wanted and not (start and written == b" " + wanted)
         return ids
 
-    def _append(self, data: bytes) -> None:
+    def _append(self, data: bytes) -> int:
+        num_same = len(self.ids)
         data = self._begun + data
         self._begun, self.sits_out = b"", False
         ids = self.encoder.encode(data) if data else []
@@ -108,8 +112,9 @@ class MemberContext:
             ids = self.encoder.encode_context_bytes(data) if data else []
             self.is_lossy |= self.encoder.token_bytes.write(ids) != data
         self.ids += ids
+        return num_same
 
-    def _retokenize(self) -> None:
+    def _retokenize(self) -> int:
         encoder = self.encoder
         cut = len(self._tail) - 1
         while cut > 0 and not encoder.is_hard_boundary(self._tail, cut):
@@ -122,9 +127,9 @@ class MemberContext:
             self._num_frozen += len(new)
         if self._tail:
             new += self._encode(self._tail, self._at_start)
-        self._replace_from(num_frozen, new)
+        return self._replace_from(num_frozen, new)
 
-    def _retokenize_end(self, added: str) -> bool:
+    def _retokenize_end(self, added: str) -> int | None:
         """Encode the end only of a long text that ends with what was added to it, if that surely gives the same ids.
 
         Ids are the encoding of a text by merges if every two neighbours are the encoding of what they write. So where two
@@ -132,7 +137,7 @@ class MemberContext:
         """
         encoder, entries = self.encoder, self.encoder.token_bytes.entries
         if len(self._tail) <= _LONG or not encoder.merges or encoder.is_hard_boundary(self._tail, len(self._tail) - 1):
-            return False
+            return None
         end = len(self.ids) - self._num_begun
         first, num_bytes = end - _OVERLAP_IDS, 0
         while first > self._num_frozen and (num_bytes < _OVERLAP or not _starts_character(entries[self.ids[first]])):
@@ -141,22 +146,20 @@ class MemberContext:
         old = self.ids[first:end]
         seen = encoder.token_bytes.write(old).decode("utf-8", "replace")
         if first <= self._num_frozen or not self._tail.endswith(seen + added):
-            return False
+            return None
         new = encoder.encode_context(seen + added)
         if encoder.token_bytes.write(new) != (seen + added).encode("utf-8", "replace"):
-            return False
+            return None
         met = _meet(old, new, entries)
-        if met is None:
-            return False
-        self._replace_from(first + met[0], new[met[1] :])
-        return True
+        return None if met is None else self._replace_from(first + met[0], new[met[1] :])
 
-    def _replace_from(self, start: int, new: list[int]) -> None:
+    def _replace_from(self, start: int, new: list[int]) -> int:
         """Put the encoding of the text from an id on in place of what stands there, and the begun character after it."""
         begun = self.encoder.byte_tokens(self._begun)
         self.sits_out = begun is None
         self._num_begun = len(begun or ())
-        self.ids[start:] = new + (begun or [])
+        old, self.ids[start:] = self.ids[start:], new + (begun or [])
+        return start + num_common(old, self.ids[start:])
 
 
 def num_common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -387,3 +387,22 @@ def test_what_ran_ahead_is_what_the_text_says_or_forgotten():
     for context in state.contexts:
         context.ids.append(50)
     assert_up_to_date(state)
+
+
+def test_two_rows_may_go_on_from_one_row_of_a_fork():
+    for architecture in ("llama", "mamba", "static llama"):
+        state = MemberState(member_of(architecture), [Row(range(20, 26)), Row(range(30, 35)), Row(range(40, 44))])
+        assert_up_to_date(state)
+        fork = state.fork([0], [Row([*range(20, 26), 90])])
+        assert_up_to_date(fork)
+        state.adopt(fork, [0, None, 0])
+        state.contexts = [context.copy() for context in state.contexts]
+        for context, new in zip(state.contexts, (91, 92, 93), strict=True):
+            context.ids.append(new)
+        assert_up_to_date(state)
+
+
+def test_a_cache_mode_that_there_is_not_is_refused():
+    member = Member(model_of("llama"), tokenizer(), name="llama")
+    with pytest.raises(ConfigurationError, match="'llama' has no cache mode 'repacked'.*static, repack"):
+        member.cache_mode = "repacked"
