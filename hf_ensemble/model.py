@@ -272,8 +272,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             return self._generate_in(mode, inputs, **arguments, **kwargs)
         except BaseException:
             if streamer is not None:
-                # So that its readers never hang. What failed is what shall be seen, also if the streamer (whose event loop
-                # may be closed) fails as well.
+                # So its readers never hang; what failed is what is seen, also if the streamer (its event loop) fails too.
                 with contextlib.suppress(Exception):
                     streamer.end()
             raise
