@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     TextIteratorStreamer,
@@ -446,6 +447,36 @@ def test_the_users_lists_are_left_as_they_are(ensemble, rows, method):
     processors, criteria = [lambda ids, scores: scores], [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]
     run(ensemble, rows, method=method, logits_processor=processors, stopping_criteria=criteria)
     assert len(processors) == len(criteria) == 1
+
+
+def test_processors_and_criteria_may_be_any_iterables(ensemble, rows):
+    def last(input_ids, scores):
+        return scores.flip(-1)
+
+    def never(input_ids, scores):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    expected = run(ensemble, rows, logits_processor=[last], stopping_criteria=[never])
+    found = run(ensemble, rows, logits_processor=iter([last]), stopping_criteria=iter([never]))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"weights": [0, 1]}])
+def test_the_stock_generate_may_run_in_a_processor(ensemble, rows, options):
+    """It is the primary's there too, and the call around it goes on as if it had not been."""
+
+    def stock():
+        return GenerationMixin.generate(ensemble, torch.tensor(rows), do_sample=False, max_new_tokens=3).tolist()
+
+    inside = []
+
+    def processor(input_ids, scores):
+        inside.append(stock())
+        return scores
+
+    found = run(ensemble, rows, logits_processor=[processor], **options)
+    assert found.sequences.tolist() == run(ensemble, rows, **options).sequences.tolist()
+    assert inside == [stock()] * len(inside) != []
 
 
 @each_method

@@ -67,12 +67,12 @@ class Mode(ABC):
         """Put into an output object what the mode knows beside the ids."""
         settings = self.call.settings
         if self.decoder is not None:
-            output["num_forwards"] = self.decoder.num_forwards
-            if settings.output_logits:
-                output["logits"] = tuple(self.decoder.logits_rows)
-            # Where the stock loop chooses, it has the scores already.
+            # In the order of stock outputs. Where the stock loop chooses, it has the scores already.
             if settings.output_scores and self.decoder.scores_rows:
                 output["scores"] = tuple(self.decoder.scores_rows)
+            if settings.output_logits:
+                output["logits"] = tuple(self.decoder.logits_rows)
+            output["num_forwards"] = self.decoder.num_forwards
             if settings.num_beams in (None, 1):
                 output["share_ensembled"] = self.decoder.share_ensembled
         if self.recorder is not None:

@@ -17,12 +17,19 @@ from .base import Mode
 WAITS = "primary_waits"
 """Marks the forward passes of the decoding loop in which the primary does not run; its own state does, if needed."""
 
-_mode: ContextVar[Any] = ContextVar("mode", default=None)
-"""The `Mode` of the call of `generate` that runs here; another may take over once the processors are known.
+_running: ContextVar[tuple[Any, Any]] = ContextVar("running", default=(None, None))
+"""The `Mode` of the call of `generate` that runs here, and the generation config that its stock loop has prepared, once
+it has. Another mode may take over then.
 
 Every thread has its own, and a call within a call puts the outer one's back. What is scheduled meanwhile, such as a
 callback of an event loop, keeps the mode, with its caches, until it has run.
 """
+
+
+def _mode_of(generation_config: Any) -> Mode | None:
+    """The mode of the loop with this generation config: none if it runs inside a call, as in one of its processors."""
+    mode, prepared = _running.get()
+    return mode if prepared is generation_config else None
 
 
 class Hook(LogitsProcessor):
@@ -88,34 +95,39 @@ class StockLoopHooks:
 
     # Of the mode
 
-    def _generate_in(self, mode: Mode, *args: Any, **kwargs: Any) -> Any:
+    def _generate_in(
+        self, mode: Mode, inputs: Any, *, logits_processor: Any, stopping_criteria: Any, **kwargs: Any
+    ) -> Any:
         """Run the stock `generate` with a mode, which puts into an output object what it knows."""
-        token = _mode.set(mode)
+        # Any iterables will do.
+        kwargs["logits_processor"] = LogitsProcessorList(logits_processor or ())
+        kwargs["stopping_criteria"] = StoppingCriteriaList(stopping_criteria or ())
+        token = _running.set((mode, None))
         try:
-            output = super().generate(*args, **kwargs)  # type: ignore[misc]
+            output = super().generate(inputs, **kwargs)  # type: ignore[misc]
             if not isinstance(output, Tensor):
-                _mode.get().fill(output)
+                _running.get()[0].fill(output)
         finally:
-            _mode.reset(token)
+            _running.reset(token)
         return output
 
     def _get_logits_processor(self, generation_config: Any, **kwargs: Any) -> LogitsProcessorList:
-        mode: Mode | None = _mode.get()
-        stock: LogitsProcessorList = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
-        if mode is None:
-            return stock
-        mode.call.settings = generation_config
+        mode, prepared = _running.get()
+        if mode is None or prepared is not None:
+            return super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc,no-any-return]
         prompt_ids = kwargs["encoder_input_ids"]
         copies = max(generation_config.num_beams, generation_config.num_return_sequences)
         mode.call.weights.expand(len(prompt_ids), copies)
+        stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
+        mode.call.settings = generation_config
         mode = mode.for_processors(stock, len(prompt_ids) * copies)
-        _mode.set(mode)
+        _running.set((mode, generation_config))
         mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
         rows = prompt_ids.repeat_interleave(copies, dim=0)
         return LogitsProcessorList(mode.processors(stock, rows, mask))
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:
-        mode: Mode | None = _mode.get()
+        mode = _mode_of(kwargs["generation_config"])
         criteria: StoppingCriteriaList = super()._get_stopping_criteria(**kwargs)  # type: ignore[misc]
         return criteria if mode is None else mode.criteria(criteria)
 
@@ -129,7 +141,7 @@ class StockLoopHooks:
     ) -> Any:
         stock = super()._sample  # type: ignore[misc]
         loop = Loop(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, stock)
-        mode: Mode | None = _mode.get()
+        mode = _mode_of(generation_config)
         return loop.run() if mode is None else mode.sample(loop)
 
     # Of the primary

@@ -149,6 +149,12 @@ def test_greedy_texts_and_distributions_are_those_of_the_plain_loop(recipe, meth
         assert found.speculation.drafted[drafter] > 0
 
 
+def test_outputs_stand_in_the_order_of_stock_outputs(ensemble, row):
+    """Who takes the second of an output has the scores."""
+    output = run(ensemble, row, speculation="ngram", output_scores=True)
+    assert [*output][:3] == ["sequences", "scores", "logits"]
+
+
 def test_a_row_alone_is_the_row_in_a_batch(ensemble, batch, monkeypatch):
     force_length(monkeypatch)
     found = run(ensemble, batch, speculation="member-0", method="gac", max_new_tokens=10)
