@@ -26,7 +26,7 @@ import torch
 import transformers
 from cells import Cells, Key, add_cell, read_cells, read_examples
 from marks import evaluation_set, share_right
-from members import load
+from trained import load
 
 from hf_ensemble import EnsembleForCausalLM, weights_from_scores
 from hf_ensemble.cli.eval import read_configuration

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from cells import Cells, Key, read_cells, read_examples
 from marks import Estimate, answer_of, document_of, evaluation_set, exact_matches, f1_scores, ratio
-from members import without_seed
+from trained import without_seed
 
 HEADS = ["", "exact match, %", "F1, %", "to the better member", "each seed"]
 HEADS += ["bits per byte", "to the better member", "tokens", "seconds"]

@@ -24,9 +24,9 @@ import side_by_side
 import torch
 import transformers
 from cells import read_examples
-from members import BASES, TRAIN_SETS, base_path, member_name
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from trained import BASES, TRAIN_SETS, base_path, member_name
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MAX_ADAPTER_BYTES = 15.5 * 2**20
