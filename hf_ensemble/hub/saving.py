@@ -13,7 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from ..errors import ConfigurationError
 from .in_place import MAY_BE_STALE, write_in_place
 from .model_card import model_card
-from .planning import plan_push, plan_save
+from .planning import SavePlan, plan_push, plan_save
 from .references import check_token
 from .writing import write_files
 
@@ -79,11 +79,12 @@ class Saving:
         plan = plan_save(self, include_members, folder)
         if push_to_hub:
             # What could not be uploaded is not written either.
-            plan_push(self, include_members, _connect(given.get("token")))
+            api = _connect(given.pop("token", None))
+            pushed = plan_push(self, include_members, api)
         card = model_card(plan, folder.name, self.model_tags or (), api=None)
         write_in_place(folder, lambda new: write_files(plan, new, max_shard_size, card))
         if push_to_hub:
-            self.push_to_hub(repo_id, include_members=include_members, max_shard_size=max_shard_size, **given)
+            _upload(pushed, api, repo_id, max_shard_size, **given)
 
     def push_to_hub(
         self,
@@ -125,35 +126,62 @@ class Saving:
             huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
         """
         api = _connect(token)
-        plan = plan_push(self, include_members, api)
-        all_tags = [*(self.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())]
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            write_files(plan, folder, max_shard_size, card=None)
-            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-            if revision is not None and not revision.startswith("refs/pr"):
-                try:
-                    api.create_branch(repo_id, branch=revision, exist_ok=True)
-                except HfHubHTTPError as error:
-                    # Who may not make branches may still propose a commit to one that is there.
-                    if not (create_pr and error.response.status_code == 403):
-                        raise
-            readme = _remote_card(api, repo_id, revision, all_tags) or model_card(plan, repo_id, all_tags, api)
-            (folder / "README.md").write_text(readme, "utf-8")
-            files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-            bundled = tuple(f"{place}/" for place in plan.bundled)
-            there = set(api.list_repo_files(repo_id, revision=revision)).difference(files)
-            stale = sorted(file for file in there if file in MAY_BE_STALE or file.startswith(bundled))
-            deleted = [CommitOperationDelete(path_in_repo=file) for file in stale]
-            added = [CommitOperationAdd(path_in_repo=file, path_or_fileobj=str(folder / file)) for file in files]
-            return api.create_commit(
-                repo_id,
-                [*deleted, *added],
-                commit_message=commit_message or "Upload ensemble",
-                commit_description=commit_description,
-                revision=revision,
-                create_pr=create_pr,
-            )
+        return _upload(
+            plan_push(self, include_members, api),
+            api,
+            repo_id,
+            max_shard_size,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            private=private,
+            revision=revision,
+            create_pr=create_pr,
+            tags=tags,
+        )
+
+
+def _upload(
+    plan: SavePlan,
+    api: HfApi,
+    repo_id: str,
+    max_shard_size: int | str,
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    tags: str | Sequence[str] | None = None,
+) -> CommitInfo:
+    """Upload what was planned, in one commit; see `Saving.push_to_hub`."""
+    all_tags = [*(plan.ensemble.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_files(plan, folder, max_shard_size, card=None)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/pr"):
+            try:
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            except HfHubHTTPError as error:
+                # Who may not make branches may still propose a commit to one that is there.
+                if not (create_pr and error.response.status_code == 403):
+                    raise
+        readme = _remote_card(api, repo_id, revision, all_tags) or model_card(plan, repo_id, all_tags, api)
+        (folder / "README.md").write_text(readme, "utf-8")
+        files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+        bundled = tuple(f"{place}/" for place in plan.bundled)
+        there = set(api.list_repo_files(repo_id, revision=revision)).difference(files)
+        stale = sorted(file for file in there if file in MAY_BE_STALE or file.startswith(bundled))
+        deleted = [CommitOperationDelete(path_in_repo=file) for file in stale]
+        added = [CommitOperationAdd(path_in_repo=file, path_or_fileobj=str(folder / file)) for file in files]
+        return api.create_commit(
+            repo_id,
+            [*deleted, *added],
+            commit_message=commit_message or "Upload ensemble",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
 
 
 def _connect(token: bool | str | None) -> HfApi:
