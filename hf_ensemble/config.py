@@ -301,6 +301,11 @@ class MemberConfig:
         return {key: value for key, value in values.items() if value not in (None, [])}
 
 
+def last_part(path: str) -> str:
+    """The last part of an id or path, which names what has no name of its own."""
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
 def is_local(path: str) -> bool:
     """Whether a member's path is a folder of this machine, not a Hub id."""
     return os.path.isabs(path) or path.startswith((".", "~")) or os.path.exists(path)
@@ -397,8 +402,9 @@ class EnsembleConfig(PreTrainedConfig):
             ConfigurationError: If a member lies on this machine, where nobody else could load it.
         """
         for item in self.members:
-            name = item.name or str(item.path).rstrip("/").rsplit("/", 1)[-1]
-            check_on_hub(item, name, "Push the ensemble itself with `include_members=True`")
+            check_on_hub(
+                item, item.name or last_part(str(item.path)), "Push the ensemble itself with `include_members=True`"
+            )
         return super().push_to_hub(*args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:

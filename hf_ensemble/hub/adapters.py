@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..config import MemberConfig
+from ..config import MemberConfig, last_part
 from ..errors import ConfigurationError
 from .references import Place, check_place, name_of
 
@@ -64,7 +64,7 @@ def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -
             "Give the model's own id or path, or merge the one into it first."
         )
     config = _checked_config(item, own)
-    name = item.name or place.path.rstrip("/").rsplit("/", 1)[-1]
+    name = item.name or last_part(place.path)
     if os.path.isdir(place.path):
         item = dataclasses.replace(item, path=os.path.normpath(os.path.dirname(own)), subfolder=None)
     found = dataclasses.replace(

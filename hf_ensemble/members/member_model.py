@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from .. import messages
+from ..config import last_part
 from ..errors import ConfigurationError, MemberError
 
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
@@ -33,8 +34,7 @@ class MemberModel:
 
     def __init__(self, model: PreTrainedModel, name: str | None = None):
         self.model = model
-        path = str(getattr(model, "name_or_path", "") or "").rstrip("/")
-        self.name = name or path.rsplit("/", 1)[-1] or type(model).__name__
+        self.name = name or last_part(str(getattr(model, "name_or_path", "") or "")) or type(model).__name__
         if model.config.is_encoder_decoder:
             raise ConfigurationError(
                 f"member {self.name!r} is an encoder-decoder model ({type(model).__name__}), which an ensemble cannot "
