@@ -98,6 +98,7 @@ class Ensemble:
     def __init__(self, args: argparse.Namespace, names: tuple[str, ...], stop_at: float):
         self.args, self.names, self.stop_at = args, names, stop_at
         self.cells: Cells = read_cells(args.folder)
+        self.sets: dict[str, EvaluationSet] = {}
         self.model: EnsembleForCausalLM | None = None
         self.longest = 0.0
 
@@ -145,7 +146,9 @@ class Ensemble:
         return self.cells[key]
 
     def questions(self, task: str) -> EvaluationSet:
-        return evaluation_set(task, read_examples(self.args.folder, task))
+        if task not in self.sets:
+            self.sets[task] = evaluation_set(task, read_examples(self.args.folder, task))
+        return self.sets[task]
 
     def dev_score(self, key: Key, system: str, members: tuple[str, ...]) -> float:
         own = Key(members, system, DEV_SETS[key.task.split("_")[0]], "write")
