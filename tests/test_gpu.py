@@ -79,7 +79,27 @@ class TokenStreamer:
         return
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20}, {"repetition_penalty": 1.4}], ids=str)
+ENDS = {"eos_token_id": list(range(0, 600, 7))}
+
+
+def every_row_in_turn(input_ids, scores):
+    """A criterion that waits for the GPU."""
+    return torch.tensor([i % 5 == row for row, i in enumerate(input_ids[:, -1].tolist())], device=input_ids.device)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_sample": True, "top_k": 20},
+        {"repetition_penalty": 1.4},
+        ENDS,
+        {**ENDS, "do_sample": True, "num_return_sequences": 8},
+        {"stop_strings": ["e", "the"]},
+        {"stopping_criteria": [every_row_in_turn]},
+    ],
+    ids=lambda options: "-".join(options),
+)
 def test_a_primary_alone_runs_captured_and_writes_its_own_text(options):
     ensemble = make("unite", ("cuda", "cuda"))
     inputs = ensemble.tokenizer(PROMPTS, return_tensors="pt", padding=True).to("cuda")
@@ -87,9 +107,19 @@ def test_a_primary_alone_runs_captured_and_writes_its_own_text(options):
     for model, own in ((ensemble, {"weights": [1, 0]}), (ensemble.members[0], {})):
         torch.manual_seed(3)
         settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, **options, **own}
-        found.append(model.generate(**inputs, **settings).tolist())
+        found.append(model.generate(**inputs, **settings, tokenizer=ensemble.tokenizer).tolist())
     assert found[0] == found[1]
     assert any(buffers._steps for buffers in ensemble._members[0].buffer_pool._free)
+
+
+@pytest.mark.parametrize("weights", [[1, 0], [0.5, 0.5]], ids=str)
+def test_streams_of_a_row_are_its_text_while_steps_run_ahead(weights):
+    ensemble = make("unite", ("cuda", "cuda"))
+    inputs = ensemble.tokenizer(PROMPTS[0], return_tensors="pt").to("cuda")
+    for _ in range(3):
+        streamer = TokenStreamer()
+        settings = {"max_new_tokens": 24, "do_sample": False, "weights": weights, "streamer": streamer}
+        assert ensemble.generate(**inputs, **settings)[0].tolist() == streamer.ids
 
 
 def test_a_row_may_end_while_a_step_runs_ahead():

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from .. import messages
@@ -12,6 +11,7 @@ from ..members.state import MemberState
 from ..vocabulary.context import Resync
 from .call import Call
 from .prompts import expand_prompts, read_prompts
+from .step import sent
 from .text_warnings import warn_of_control, warn_of_losses
 
 
@@ -66,7 +66,7 @@ class LiveRows:
         self._silent_ids = silent_ids
         self._warned_control: set[int] = set()
         self._warned_lossy: set[int] = set()
-        warn_of_losses(self.states, self._warned_lossy)
+        self.warn_of_losses()
 
     # What the fused step reads
 
@@ -118,7 +118,7 @@ class LiveRows:
         logits = self.states[index].logits(rows=places).to(self._device).float()
         if len(logits) == self._num_rows:
             return logits
-        at = torch.tensor(self.live, device=logits.device)
+        at = sent(self.live, logits.device)
         return logits.new_zeros(self._num_rows, logits.shape[-1]).index_copy_(0, at, logits)
 
     # Running ahead of the decoding loop
@@ -159,6 +159,9 @@ class LiveRows:
         for index, state in self.states.items():
             if index > 0:
                 state.contexts[place].write(data)
+
+    def warn_of_losses(self) -> None:
+        """Warn once of every member whose view of what has been written so far has lost something."""
         warn_of_losses(self.states, self._warned_lossy)
 
     def move(self, parents: Sequence[int]) -> None:

@@ -148,10 +148,12 @@ class FusedStep:
         logits = reader.read(needed)
         there = self._there(plan)
         everywhere, anywhere = needed.all(0).tolist(), needed.any(0).tolist()
+        is_partial = not anywhere[0]
         for index, one in enumerate(logits):
             if one is None or not anywhere[index]:
                 logits[index] = None
             elif not everywhere[index]:
+                is_partial = True
                 # What a member says where it takes no part must not count, not even as NaN.
                 logits[index] = one.masked_fill(there[:, index, None] == 0, 0.0)
         if logits[0] is None:
@@ -159,7 +161,7 @@ class FusedStep:
             logits[0] = torch.zeros(len(plan), self._width, device=self.method.device)
         mixed = self._mix(logits, there)
         normalizers = mixed.normalizers
-        if not all(everywhere):
+        if is_partial:
             takes_part = there != 0
             takes_part[:, 0] |= self.method.starts_from_primary
             normalizers = torch.where(takes_part, normalizers, 0.0)

@@ -14,7 +14,7 @@ from ..recording.recorder import DecisionRecorder
 from .call import Call
 from .live_rows import LiveRows
 from .proposals import Proposals, RaisedIds
-from .step import Fused, FusedStep
+from .step import Fused, FusedStep, sent
 
 
 @dataclass
@@ -40,8 +40,9 @@ class TokenDecoder:
     """Turns the primary's logits of every step into the ensemble's, for the rows of one `generate` call.
 
     Every step goes: `fuse` (fused log-probabilities of every row), `settle` where constraints act on few proposals,
-    `select` where the decision is made over the union vocabulary, then `receive` (the chosen ids reach the host, in one
-    transfer, and every member's context follows the text).
+    `select` where the decision is made over the union vocabulary, `run_ahead` (the primary's next step starts where that
+    can be), then `receive` (the chosen ids reach the host, in one transfer, and every member's context follows the text).
+    A GPU waits for all that is launched before `run_ahead`: what can be found out later is.
 
     Args:
         call: What the call works with; its weights are expanded to the rows.
@@ -95,11 +96,11 @@ class TokenDecoder:
         self._num_primary_forwards = 0
         self._recorded: Fused | None = None
         self._proposals: Proposals | None = None
-        self._is_not_finite: Tensor | None = None
+        self._normalizers: Tensor | None = None
         self._queued: list[int] = []
         self._last_plan: Tensor | None = None
         self._chosen: Tensor | None = None
-        self._is_empty: Tensor | None = None
+        self._selected_from: Tensor | None = None
 
     @property
     def num_forwards(self) -> tuple[int, ...]:
@@ -145,7 +146,7 @@ class TokenDecoder:
             self._progress[row].num_decided += 1
             self._progress[row].num_ensembled += fused.closed is None or row not in fused.closed
         self._last_plan = fused.plan
-        self._is_not_finite = fused.is_not_finite
+        self._normalizers = fused.normalizers
         if self._recorder is not None:
             self._recorded = fused
         if self._keeps_rows:
@@ -215,9 +216,10 @@ class TokenDecoder:
         if self._recorder is not None and (fused := self._recorded) is not None:
             self._recorder.take(fused.logits, fused.logprobs, fused.plan, fused.needed, fused.closed, self._queued)
             self._recorded = None
-        # A row with nothing left, or NaN, is reported when the host next looks; until then it gets harmless scores.
-        self._is_empty = ~(scores.amax(-1) > -torch.inf)
-        scores = scores.masked_fill(self._is_empty[:, None], 0.0)
+        self._selected_from = scores
+        if do_sample or self._keeps_rows:
+            # A row with nothing left, or NaN, is reported when the host next looks; until then it gets harmless scores.
+            scores = scores.masked_fill(_is_empty(scores)[:, None], 0.0)
         if not self.is_wide:
             return scores
         chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(-1)
@@ -245,9 +247,9 @@ class TokenDecoder:
         Raises:
             MemberError: If one did.
         """
-        if self._is_not_finite is not None:
-            self._check_members(self._is_not_finite.flatten().tolist())
-            self._is_not_finite = None
+        if self._normalizers is not None:
+            self._check_members((~self._normalizers.isfinite()).flatten().tolist())
+            self._normalizers = None
 
     def check_candidates(self, scores: Tensor, num_beams: int) -> Tensor:
         """Raise if processors left no candidate to any beam of a prompt, at the cost of a synchronisation.
@@ -278,6 +280,21 @@ class TokenDecoder:
 
     # Following the text
 
+    def run_ahead(self, input_ids: Tensor) -> None:
+        """Start the primary's next step, whose input is known on the device, before the host and the others follow.
+
+        Args:
+            input_ids: All ids so far, of shape `(batch_size, length)`.
+        """
+        live = self.rows.live
+        is_known = self._may_run_ahead(1) and not any(self._progress[row].to_write for row in live)
+        if not self.rows.runs_primary or not is_known or self._last_plan is None:
+            return
+        if bool((self._last_plan[live, 0] != 0).all()):
+            last_ids = input_ids[:, -1]
+            all_live = len(live) == len(last_ids)
+            self.rows.states[0].run_ahead(last_ids if all_live else last_ids[sent(live, last_ids.device)])
+
     def receive(self, input_ids: Tensor, done: Tensor) -> Tensor:
         """Take the ids chosen in this step to the host and let the members' contexts follow.
 
@@ -295,23 +312,21 @@ class TokenDecoder:
         last = input_ids[:, -1]
         batch_size = len(last)
         packed = [last, last if self._chosen is None else self._chosen, done]
-        packed.append(torch.zeros_like(last) if self._is_empty is None else self._is_empty)
-        if self._is_not_finite is not None:
-            packed.append(self._is_not_finite.flatten())
-        on_device = torch.cat([part.to(last.device, torch.long) for part in packed])
-        if self._may_run_ahead(1):
-            self._run_primary_ahead(last)
-        host = on_device.tolist()
+        packed.append(torch.zeros_like(last) if self._selected_from is None else _is_empty(self._selected_from))
+        if self._normalizers is not None:
+            packed.append(~self._normalizers.isfinite().flatten())
+        host = torch.cat([part.to(last.device, torch.long) for part in packed]).tolist()
         ids, chosen, ends, is_empty = (host[n * batch_size : (n + 1) * batch_size] for n in range(4))
         self._check_members(host[4 * batch_size :])
         for row in self.rows.live:
             if is_empty[row]:
                 raise messages.nothing_left(self.call.config.name, self.rows.where(row))
-        self._is_empty = self._is_not_finite = None
+        self._selected_from = self._normalizers = None
         self.rows.num_steps += 1
         for row in self.rows.live:
             if not ends[row]:
                 self._follow(row, ids[row], chosen[row])
+        self.rows.warn_of_losses()
         full = self.rows.without_room(ends)
         self.rows.drop({row for row in self.rows.live if ends[row]} | full)
         if self._last_plan is not None and self._may_run_ahead(0):
@@ -331,16 +346,6 @@ class TokenDecoder:
             and self.rows.is_expanded
             and self.rows.num_steps + num_more < self._max_new
         )
-
-    def _run_primary_ahead(self, last_ids: Tensor) -> None:
-        """Start the primary's next step, whose input is known on the device, before the host and the others follow."""
-        live = self.rows.live
-        if not self.rows.runs_primary or any(self._progress[row].to_write for row in live):
-            return
-        if self._last_plan is not None and bool((self._last_plan[live, 0] != 0).all()):
-            all_live = len(live) == len(last_ids)
-            last_ids = last_ids if all_live else last_ids[torch.tensor(live, device=last_ids.device)]
-            self.rows.states[0].run_ahead(last_ids)
 
     def follow_beams(self, input_ids: Tensor) -> bool:
         """Let the contexts follow rows that may have moved: each continues the row whose ids it extends by one.
@@ -369,6 +374,7 @@ class TokenDecoder:
         self._input_ids = input_ids
         for row, primary_id in enumerate(last):
             self.rows.write(row, primary_id)
+        self.rows.warn_of_losses()
         self.rows.check_room()
         return True
 
@@ -390,3 +396,8 @@ class TokenDecoder:
                 self.rows.write_bytes(row, self.members[0].encoder.token_bytes.write([written]))
             entry.to_write.clear()
         self.rows.write(row, primary_id)
+
+
+def _is_empty(scores: Tensor) -> Tensor:
+    """Which rows have nothing left to choose, or NaN."""
+    return ~(scores.amax(-1) > -torch.inf)

@@ -58,15 +58,22 @@ class FollowingCriteriaList(StoppingCriteriaList):
         criteria: The criteria of the call.
         follow: Takes all ids so far, of shape `(batch_size, length)`, and which rows have ended, of shape
             `(batch_size,)`; returns which have now.
+        begin: Takes all ids so far, before the criteria do: what it starts on a GPU runs beside them.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, follow: Callable[[Tensor, Tensor], Tensor]):
+    def __init__(
+        self,
+        criteria: StoppingCriteriaList,
+        follow: Callable[[Tensor, Tensor], Tensor],
+        begin: Callable[[Tensor], None] = lambda _: None,
+    ):
         super().__init__(criteria)
-        self._follow = follow
+        self._follow, self._begin = follow, begin
         self._done: Tensor | None = None
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
         """Say which rows have ended, of shape `(batch_size,)`."""
+        self._begin(input_ids)
         done: Any = super().__call__(input_ids, scores, **kwargs)
         self._done = self._follow(input_ids, done if self._done is None else self._done | done)
         return self._done

@@ -76,7 +76,9 @@ class TokenMode(Mode):
 
     def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
         """Let the decoder follow what is written, unless rows move, as beams do."""
-        return stock if self.call.settings.num_beams > 1 else FollowingCriteriaList(stock, self.decoder.receive)
+        if self.call.settings.num_beams > 1:
+            return stock
+        return FollowingCriteriaList(stock, self.decoder.receive, self.decoder.run_ahead)
 
     def sample(self, loop: Loop) -> Any:
         """Run the stock loop; the primary's own passes are left out where its state runs it."""

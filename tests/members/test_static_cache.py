@@ -267,6 +267,9 @@ ALONE = [
     {"repetition_penalty": 1.5, "no_repeat_ngram_size": 3},
     {"num_return_sequences": 2, "do_sample": True},
     {"min_new_tokens": 5, "eos_token_id": [260, 262]},
+    {"eos_token_id": list(range(0, 400, 9)), "pad_token_id": 0},
+    {"do_sample": True, "num_return_sequences": 3, "eos_token_id": list(range(0, 400, 9)), "pad_token_id": 0},
+    {"stop_strings": ["e", "the"], "pad_token_id": 0},
     {"num_beams": 2},
     {"use_cache": False},
     {"output_attentions": True, "return_dict_in_generate": True},
@@ -282,7 +285,7 @@ def test_a_primary_alone_writes_what_the_stock_loop_writes(options, monkeypatch)
         if is_captured:
             make_static(monkeypatch)
         torch.manual_seed(7)
-        output = text_of(ensemble, "unite", weights=[1, 0], **options)
+        output = text_of(ensemble, "unite", weights=[1, 0], tokenizer=ensemble.tokenizer, **options)
         found.append(getattr(output, "sequences", output).tolist())
     assert found[0] == found[1]
 
@@ -312,6 +315,31 @@ def test_a_primary_alone_runs_once_an_id(static):
     with seen_by(shared_pair().members[0]) as seen:
         text_of(shared_pair(), "gac", weights=[1, 0], max_new_tokens=10, eos_token_id=[])
     assert len(seen) == 10
+
+
+@pytest.mark.parametrize("weights", [[1, 0], [0.5, 0.5]], ids=str)
+def test_the_next_step_starts_before_criteria_look_at_the_last_one(weights, static):
+    """So a criterion that takes long, or waits for the GPU, delays nothing."""
+    num_forwards = []
+
+    def criterion(input_ids, scores):
+        num_forwards.append(len(seen))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    options = {"max_new_tokens": 6, "eos_token_id": [], "stopping_criteria": [criterion]}
+    with seen_by(shared_pair().members[0]) as seen:
+        text_of(shared_pair(), "unite", weights=weights, **options)
+    assert num_forwards == [2, 3, 4, 5, 6, 6]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_nan_of_a_primary_alone_is_an_error(do_sample, static):
+    tokenizer = contracts.small()
+    ensemble = make_ensemble([tiny.tiny_llama(tokenizer, seed=seed) for seed in (1, 2)], [tokenizer] * 2)
+    with torch.no_grad():
+        ensemble.members[0].get_input_embeddings().weight.fill_(torch.nan)
+    with pytest.raises(MemberError, match="row 0 at step 1"):
+        text_of(ensemble, "unite", weights=[1, 0], do_sample=do_sample)
 
 
 @pytest.mark.parametrize("weights", [[1, 0], [0.5, 0.5]], ids=str)
