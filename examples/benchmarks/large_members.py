@@ -55,9 +55,10 @@ def time_stock(model, ids: torch.Tensor, new_tokens: int) -> float:
     return seconds_of(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **settings)) / new_tokens
 
 
-def time_steps(member: Member, ids: torch.Tensor, num_new: int = 1, repeats: int = 32) -> float:
-    """Seconds of a member's captured step alone, of `num_new` ids a row."""
-    state = MemberState(member, [PlainContext(row) for row in ids.tolist()], num_expected=num_new * (repeats + 4))
+def time_steps(member: Member, ids: torch.Tensor, num_new: int = 1, repeats: int = 32, num_expected: int = 0) -> float:
+    """Seconds of a member's captured step alone, of `num_new` ids a row, with room for `num_expected` if these are more."""
+    room = max(num_expected, num_new * (repeats + 4))
+    state = MemberState(member, [PlainContext(row) for row in ids.tolist()], num_expected=room)
 
     def step() -> None:
         for context in state.contexts:
@@ -85,10 +86,11 @@ def time_again(ensemble, ids: torch.Tensor, new_tokens: int, method: str, **opti
 
 
 def time_alone(ensemble, ids: torch.Tensor, new_tokens: int, method: str) -> float:
-    """Seconds a token of a call that only the primary decides, without its prompt: by what twice the tokens take more."""
+    """Seconds a token of a call that only the primary decides, without its prompt: by what all take more than the first."""
     weights = [1.0] + [0.0] * (len(ensemble.members) - 1)
-    once = time_again(ensemble, ids, new_tokens, method, weights=weights)
-    return 2 * time_again(ensemble, ids, 2 * new_tokens, method, weights=weights) - once
+    first = time_again(ensemble, ids, 1, method, weights=weights)
+    # Not by what twice the tokens take more: a step reads all slots, of which there would be more.
+    return (new_tokens * time_again(ensemble, ids, new_tokens, method, weights=weights) - first) / (new_tokens - 1)
 
 
 def time_fusion(ensemble, method: str, repeats: int = 100) -> list[float]:
@@ -149,7 +151,7 @@ def variants_of(ensemble, args: argparse.Namespace, texts: list[torch.Tensor]) -
     variants: dict[str, Callable[[], float]] = {}
     prompts = [ids[None, : args.prompt] for ids in texts]
     for member, ids in zip(ensemble.member_views, prompts, strict=True):
-        steps = functools.partial(time_steps, member)
+        steps = functools.partial(time_steps, member, num_expected=args.new_tokens)
         variants[f"{member.name} alone, stock"] = functools.partial(time_stock, member.model, ids, args.new_tokens)
         variants[f"{member.name}, captured step of 1"] = functools.partial(steps, ids)
         variants[f"{member.name}, captured step of 8"] = functools.partial(steps, ids, 8)
@@ -202,7 +204,7 @@ def main() -> None:
     args = parser.parse_args()
     args.batches = sorted({1, *args.batches})
     ensemble = random_members(args.members, args.tokenizers, args.devices, ReplayingEnsemble)
-    longest = max([args.prompt, *args.lengths]) + max(2 * args.new_tokens, NUM_PROFILED)
+    longest = max([args.prompt, *args.lengths]) + max(args.new_tokens, NUM_PROFILED)
     texts = [text_ids(tokenizer, longest) for tokenizer in ensemble.tokenizers]
     ensemble.replayed_ids = texts[0].tolist()
     texts[0] = texts[0].to(ensemble.device)
