@@ -11,7 +11,7 @@ from transformers import LogitsProcessor
 from .. import messages
 from ..methods.base import TokenMethod
 from ..recording.recorder import DecisionRecorder
-from .call import Call
+from .call import Call, has_ends
 from .live_rows import LiveRows
 from .proposals import Proposals, RaisedIds
 from .step import Fused, FusedStep, sent
@@ -85,6 +85,8 @@ class TokenDecoder:
         self.rows = LiveRows(call, method.resync, prompt_ids, prompt_mask, end_ids, runs_primary, max_new_tokens)
         self._max_new = max_new_tokens
         self._keeps_rows = keep_rows
+        # Without an id that ends a text the stock loop writes on in every row until all rows are done.
+        self._writes_on = not has_ends(call.settings)
         self._recorder = recorder
         self.is_constrained = bool(constraints)
         self._raised = RaisedIds(constraints)
@@ -318,6 +320,8 @@ class TokenDecoder:
         host = torch.cat([part.to(last.device, torch.long) for part in packed]).tolist()
         ids, chosen, ends, is_empty = (host[n * batch_size : (n + 1) * batch_size] for n in range(4))
         self._check_members(host[4 * batch_size :])
+        if self._writes_on and not all(ends):
+            ends = [0] * batch_size
         for row in self.rows.live:
             if is_empty[row]:
                 raise messages.nothing_left(self.call.config.name, self.rows.where(row))

@@ -11,6 +11,7 @@
 
 import pytest
 import torch
+from transformers import StoppingCriteria
 
 from hf_ensemble import EnsembleForCausalLM, MemberConfig
 from tests import tiny
@@ -262,3 +263,28 @@ def test_stop_strings_of_the_configuration_stop_wherever_they_are_cut(method, na
     assert whole.startswith(found)
     assert stop in found
     assert found.index(stop) + len(stop) > len(found) - 3
+
+
+class EndsAfter(StoppingCriteria):
+    """Ends each row after its number of new ids."""
+
+    def __init__(self, prompt_length, counts):
+        self.prompt_length, self.counts = prompt_length, torch.tensor(counts)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] - self.prompt_length >= self.counts
+
+
+@pytest.mark.parametrize("method", ["gac", "unite", "deepen"])
+def test_without_end_ids_rows_write_on_until_all_are_done(method):
+    """As in the stock loop: what ends a row by another rule than an end id leaves no padding there."""
+    smol, gemma = tiny.smol_like(), tiny.gemma_like()
+    ensemble = make_ensemble([tiny.tiny_llama(smol), tiny.tiny_gemma3(gemma)], [smol, gemma], method=method)
+    inputs = ensemble.tokenizer(["The cat", "A king"], return_tensors="pt")
+    assert inputs.attention_mask.all()
+    options = {"eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+    whole = ensemble.generate(**inputs, **options, max_new_tokens=8)
+    for counts in ([3, 8], [8, 3]):
+        ends = [EndsAfter(inputs.input_ids.shape[1], counts)]
+        found = ensemble.generate(**inputs, **options, max_new_tokens=12, stopping_criteria=ends)
+        assert torch.equal(found, whole)
