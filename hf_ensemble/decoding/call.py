@@ -173,11 +173,6 @@ def end_ids(settings: Any) -> list[int]:
     return [] if found is None else found.tolist()
 
 
-def has_ends(settings: Any) -> bool:
-    """Whether a prepared generation config has an id that ends a text."""
-    return settings._eos_token_tensor is not None
-
-
 def keeps_rows(settings: Any) -> bool:
     """Whether rows of `scores` or `logits` are kept by a generation config."""
     return bool(settings.return_dict_in_generate and (settings.output_logits or settings.output_scores))

@@ -11,7 +11,8 @@ from transformers import LogitsProcessor
 from .. import messages
 from ..methods.base import TokenMethod
 from ..recording.recorder import DecisionRecorder
-from .call import Call, has_ends
+from .call import Call
+from .call import end_ids as end_ids_of
 from .live_rows import LiveRows
 from .proposals import Proposals, RaisedIds
 from .step import Fused, FusedStep, sent
@@ -86,7 +87,7 @@ class TokenDecoder:
         self._max_new = max_new_tokens
         self._keeps_rows = keep_rows
         # Without an id that ends a text the stock loop writes on in every row until all rows are done.
-        self._writes_on = not has_ends(call.settings)
+        self._writes_on = call.settings is not None and not end_ids_of(call.settings)
         self._recorder = recorder
         self.is_constrained = bool(constraints)
         self._raised = RaisedIds(constraints)
