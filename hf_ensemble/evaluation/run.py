@@ -13,7 +13,8 @@ from ..dev_set import run_batches
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
 from ..state_file import StateFile, describe_generation_config, describe_member, hash_of
-from .marking import MEASURES, Outcomes, Work, works_for
+from .marking import Outcomes
+from .measures import DEFAULT_MEASURES, Work, read_measures, works_for
 from .results import Evaluation
 from .sets import EvaluationSet, Item
 
@@ -94,7 +95,7 @@ def evaluate(
     *,
     configurations: Mapping[str, Configuration] | None = None,
     members: bool = True,
-    measures: Collection[str] = MEASURES,
+    measures: Collection[str] = DEFAULT_MEASURES,
     max_new_tokens: int = 32,
     batch_size: int = 8,
     state_file: str | PathLike[str] | None = None,
@@ -104,6 +105,10 @@ def evaluate(
 
     - *Exact match* (questions): the share of questions whose answer, written greedily up to the end of its line, is an
       accepted one once both are normalised (`normalize_answer`).
+    - *F1* (questions marked as texts): the mean of SQuAD's F1, over the words of that answer and of the nearest accepted
+      one, normalised alike (`EvaluationSet.f1`).
+    - *chrF* and *BLEU* (questions marked as texts; only if asked for): of the same answers as they are against all accepted
+      ones, over the whole set, from 0 to 100, by `sacrebleu` with its defaults (extra `translation`).
     - *Accuracy* (choices): the share of questions whose likeliest choice is the right one, the text of every choice being
       scored after the question; *normalized accuracy*: with its log-probability over its bytes. They are what
       lm-evaluation-harness calls `acc` and `acc_norm` (which counts characters). Where no choice has any probability,
@@ -111,9 +116,9 @@ def evaluate(
     - *Bits per byte* (all): bits of the first accepted answer, the right choice or the text after its prompt, over its
       bytes, both summed over the set. Infinite where one has no probability; the table says how many.
 
-    Intervals are for 95 %: Wilson's for shares, the normal one of the ratio for bits per byte. Everybody is compared with
-    the member that is best at the measure on the same examples, by the paired differences. That member is chosen on these
-    very examples, which favours it a little.
+    Intervals are for 95 %: Wilson's for shares, the normal one for F1 and for the ratio of bits to bytes, and for chrF and
+    BLEU that of a bootstrap over examples. Everybody is compared with the member that is best at the measure on the same
+    examples, by the paired differences. That member is chosen on these very examples, which favours it a little.
 
     Args:
         ensemble: The ensemble; not changed.
@@ -121,7 +126,7 @@ def evaluate(
         configurations: Methods and weights to evaluate, by the names that the table shows. Default: the ensemble as it
             is, named after its method.
         members: Whether to run the members alone too. A member is run by itself, with its own generation config.
-        measures: Which measures; what is not needed for them does not run.
+        measures: Which measures; what is not needed for them does not run. Default: all but chrF and BLEU.
         max_new_tokens: Most ids of a written answer.
         batch_size: Number of texts that run together.
         state_file: Where outcomes are kept after every batch, so that work which was stopped goes on. Configurations, sets,
@@ -130,18 +135,18 @@ def evaluate(
             what there is, and `is_complete` is false.
 
     Returns:
-        The table, with intervals and comparisons.
+        The table, with intervals and comparisons, and all that was written.
 
     Raises:
-        ConfigurationError: Before anything runs, if an argument is no good or the state file is of something else.
+        ConfigurationError: Before anything runs, if an argument is no good, a measure needs what is not installed, or the
+            state file is of something else.
         MemberError: If a member fails.
     """
     sets = [sets] if isinstance(sets, EvaluationSet) else list(sets)
     names = [evaluation_set.name for evaluation_set in sets]
     if not sets or len(set(names)) < len(names):
         raise ConfigurationError(f"`sets` have to be at least one, with different names, but are {names}.")
-    if not measures or not set(measures) <= set(MEASURES):
-        raise ConfigurationError(f"`measures` have to be of {', '.join(MEASURES)}, but are {list(measures)}.")
+    wanted = read_measures(measures)
     if time_limit is not None and not time_limit > 0:
         raise ConfigurationError(f"`time_limit` has to be a positive number of seconds, but is {time_limit!r}.")
     check_positive_integer("max_new_tokens", max_new_tokens)
@@ -151,7 +156,7 @@ def evaluate(
     jobs = [
         _Job(*runner, evaluation_set, work, max_new_tokens)
         for evaluation_set in sets
-        for work in works_for(evaluation_set.kind, measures)
+        for work in works_for(evaluation_set, wanted)
         for runner in runners
     ]
     outcomes: list[Outcomes] = []
@@ -178,7 +183,7 @@ def evaluate(
                 bar.update(len(batch))
             ran = {n: known[key] for n, key in enumerate(keys) if key in known}
             outcomes.append(Outcomes(job.name, job.member is not None, job.evaluation_set, job.work, ran))
-    return Evaluation.from_outcomes(outcomes, measures, [s.name for s in sets if not works_for(s.kind, measures)])
+    return Evaluation.from_outcomes(outcomes, measures, [s.name for s in sets if not works_for(s, wanted)])
 
 
 class _Kept:

@@ -8,7 +8,8 @@ import torch
 
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, GacConfig, SweetSpanConfig
 from hf_ensemble.evaluation import Configuration, Evaluation, evaluate, read_set
-from hf_ensemble.evaluation.marking import MEASURES, Outcomes
+from hf_ensemble.evaluation.marking import Outcomes
+from hf_ensemble.evaluation.measures import MEASURES
 from hf_ensemble.evaluation.results import TABLE_ENDINGS
 from tests.contracts import Recipe
 
@@ -50,13 +51,14 @@ def test_every_measure_of_every_system(whole):
     measures = {(result.set_name, result.measure) for result in whole.results}
     assert measures == {
         ("questions", "exact match"),
+        ("questions", "F1"),
         ("questions", "bits per byte"),
         ("choices", "accuracy"),
         ("choices", "normalized accuracy"),
         ("choices", "bits per byte"),
         ("texts", "bits per byte"),
     }
-    assert len(whole.results) == 4 * 6
+    assert len(whole.results) == 4 * 7
     for result in whole.results:
         assert result.count == result.num_examples
         assert result.estimate.low <= result.estimate.value <= result.estimate.high
@@ -277,7 +279,7 @@ def test_intervals_of_few_examples_hold_their_values_within_limits_or_are_said_n
     evaluation = Evaluation.from_outcomes(outcomes_of(kind, count, values), MEASURES)
     table = written(evaluation, tmp_path)
     for result in evaluation.results:
-        most = math.inf if result.measure == "bits per byte" else 1
+        most = {"bits per byte": math.inf, "chrF": 100, "BLEU": 100}.get(result.measure, 1)
         estimates = [(result.estimate, 0, most)]
         if result.difference is not None:
             estimates.append((result.difference, -most, most))
@@ -285,7 +287,8 @@ def test_intervals_of_few_examples_hold_their_values_within_limits_or_are_said_n
             if not math.isfinite(value):
                 continue
             assert least <= value <= most
-            if count > 1 or (result.measure != "bits per byte" and least == 0):
+            is_share = result.measure in ("exact match", "accuracy", "normalized accuracy")
+            if count > 1 or (is_share and least == 0):
                 assert least <= low <= value <= high <= most
             else:
                 assert math.isnan(low)
@@ -325,7 +328,7 @@ def test_plots_are_drawn_of_any_number_of_examples(kind, count, tmp_path):
     Evaluation.from_outcomes(outcomes, MEASURES).plot(tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text("utf-8")
     assert ("nothing to measure" in drawn) == (count == 0)
-    assert drawn.count('<g id="axes_') == (2 if kind == "questions" else 1) * (count > 0)
+    assert drawn.count('<g id="axes_') == {"questions": 5, "choices": 3, "texts": 1}[kind] * (count > 0)
 
 
 @pytest.mark.slow
