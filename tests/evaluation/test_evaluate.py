@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -146,35 +147,87 @@ def test_choices_without_probability_are_not_right(ensemble, scripted):
     assert result.to_records()[-1]["value"] == "inf"
 
 
-def test_work_that_was_stopped_goes_on(ensemble, sets, scripted, tmp_path, monkeypatch):
+@pytest.fixture
+def clock(scripted, monkeypatch):
+    """A clock that goes on by a second with every call of a model."""
+    monkeypatch.setattr("time.perf_counter", lambda: float(len(scripted)))
+
+
+def test_nothing_runs_after_the_limit(ensemble, sets, scripted, tmp_path):
     state = tmp_path / "state.jsonl"
-    options = {"batch_size": 2, "state_file": state}
-    first = evaluate(ensemble, sets[:2], time_limit=1e-9, **options)
-    assert not first.is_complete
+    evaluation = evaluate(ensemble, sets[:2], time_limit=1e-9, state_file=state)
+    assert not evaluation.is_complete
     assert not scripted
     assert not state.exists()
-    # After three batches the time is over.
-    ticks = iter([0.0, *[0.0, 1.0, 2.0], *[2.0, 3.0, 4.0], *[4.0, 5.0, 5.5], *[10.0] * 99])
-    with monkeypatch.context() as patch:
-        patch.setattr("hf_ensemble.evaluation.run.time.perf_counter", lambda: next(ticks))
-        second = evaluate(ensemble, sets[:2], time_limit=6, **options)
-    assert not second.is_complete
+    assert all(result.difference is None for result in evaluation.results)
+
+
+def test_work_that_was_stopped_goes_on(ensemble, sets, scripted, clock, tmp_path):
+    state = tmp_path / "state.jsonl"
+    options = {"batch_size": 2, "state_file": state}
+    first = evaluate(ensemble, sets[:2], time_limit=3.5, **options)
+    assert not first.is_complete
     assert len(scripted) == len(state.read_text("utf-8").splitlines()) == 3
-    partial = second.results[1]
-    assert (partial.count, partial.num_examples) == (2, 3)
-    assert "2 of 3" in str(second)
+    # A batch of each set: writing and scoring the questions, and the choices.
+    assert [(result.measure, result.count) for result in first.results if result.count] == [
+        ("exact match", 1), ("F1", 1), ("bits per byte", 1), ("accuracy", 1), ("normalized accuracy", 1), ("bits per byte", 1)
+    ]  # fmt: skip
+    assert "1 of 3" in str(first)
+    responses = first.responses["questions", first.results[0].system]
+    assert sum(text is not None for text in responses) == 1
     with state.open("a", encoding="utf-8") as file:
         file.write('{"evaluation": {"form')  # killed while it wrote
-    third = evaluate(ensemble, sets[:2], **options)
-    assert third.is_complete
+    second = evaluate(ensemble, sets[:2], **options)
+    assert second.is_complete
     written = [prompt for kind, _, prompts in scripted if kind == "write" for prompt in prompts]
     assert len(written) == 3 * 3
     scripted.clear()
     again = evaluate(ensemble, sets[:2], **options)
     assert not scripted
-    assert [r.estimate for r in again.results] == [r.estimate for r in third.results]
+    assert [r.estimate for r in again.results] == [r.estimate for r in second.results]
+    assert again.responses == second.responses
     fresh = evaluate(ensemble, sets[:2], batch_size=3)
-    assert [r.estimate for r in fresh.results] == [r.estimate for r in third.results]
+    assert [r.estimate for r in fresh.results] == [r.estimate for r in second.results]
+
+
+def test_under_a_limit_all_systems_run_the_same_examples_in_all_runs(ensemble, scripted, clock, tmp_path):
+    records = [{"question": f"{'Long ' * n}question {n}?", "answer": "the"} for n in range(40)]
+    questions = read_set(records, name="s")
+    options = {"configurations": CONFIGURATIONS, "batch_size": 4, "measures": ["exact match", "bits per byte"]}
+
+    def places(evaluation):
+        found = evaluation.responses.values()
+        return [{n for n, text in enumerate(texts) if text is not None} for texts in found]
+
+    once = evaluate(ensemble, questions, time_limit=39.5, **options)
+    ran = places(once)
+    assert len(ran) == 4
+    assert len(set.union(*ran)) - len(set.intersection(*ran)) <= 4
+    assert 8 <= len(set.intersection(*ran)) < 30
+    assert len(scripted) <= 39
+    assert places(evaluate(ensemble, questions, time_limit=39.5, **options)) == ran
+    # With a state file more runs come to more of the same, also if one was cut off between two systems.
+    state = tmp_path / "state.jsonl"
+    limited = [
+        evaluate(ensemble, questions, time_limit=seconds, state_file=state, **options) for seconds in (9.5, 11.5, 9.5)
+    ]
+    for before, after in pairwise(map(places, limited)):
+        assert all(one <= other for one, other in zip(before, after, strict=True))
+        assert after != before
+        assert len(set.union(*after)) - len(set.intersection(*after)) <= 4
+    whole = evaluate(ensemble, questions, state_file=state, **options)
+    assert whole.is_complete
+    assert [r.estimate for r in whole.results] == [
+        r.estimate for r in evaluate(ensemble, questions, **options).results
+    ]
+
+
+def test_a_limit_that_suffices_gives_all(ensemble, sets, scripted, clock):
+    limited = evaluate(ensemble, sets, time_limit=1e6, configurations=CONFIGURATIONS)
+    assert limited.is_complete
+    whole = evaluate(ensemble, sets, configurations=CONFIGURATIONS)
+    assert [r.estimate for r in limited.results] == [r.estimate for r in whole.results]
+    assert limited.responses == whole.responses
 
 
 def test_configurations_and_examples_may_be_added(ensemble, sets, scripted, tmp_path):
