@@ -1,7 +1,6 @@
 """What examples are worth, and how sure one can be of it: exact match, F1, bits per byte, bootstrap over documents."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,22 +52,14 @@ def answer_of(response: str) -> str:
 
 
 def f1_scores(questions: EvaluationSet, cell: dict) -> np.ndarray:
-    """SQuAD's F1 of each example, of shape `(num_examples,)`: over the words of the line, the best accepted answer counts.
+    """SQuAD's F1 of each example, of shape `(num_examples,)`.
 
     Args:
-        questions: The set.
+        questions: A set whose answers are marked as texts.
         cell: Of written answers.
     """
     pairs = zip(cell["responses"], questions.items, strict=True)
-    return np.array(
-        [max(_f1(answer_of(text), normalize_answer(own)) for own in item.accepted) for text, item in pairs]
-    )
-
-
-def _f1(response: str, answer: str) -> float:
-    found, wanted = response.split(), answer.split()
-    common = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * common / (len(found) + len(wanted)) if common else 0.0
+    return np.array([questions.f1(response, item) for response, item in pairs])
 
 
 def document_of(cluster: str) -> str:

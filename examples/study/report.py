@@ -101,7 +101,8 @@ class Group:
         if wrote:
             own = [cell for cell, _ in wrote]
             cells[1] = f"{100 * np.mean([self.marked(cell) for cell in own]):.1f}"
-            cells[2] = f"{100 * np.mean([f1_scores(self.questions, cell) for cell in own]):.1f}"
+            if self.questions.marking == "text":
+                cells[2] = f"{100 * np.mean([f1_scores(self.questions, cell) for cell in own]):.1f}"
             cells[7] = f"{np.mean([cell['tokens'] for cell in own]):.1f}"
             cells[8] = f"{np.mean([cell['seconds'] for cell in own]):.0f}"
         if scored:

@@ -1,10 +1,11 @@
-"""`hf-ensemble eval`: exact match, accuracy and bits per byte of an ensemble and of its members."""
+"""`hf-ensemble eval`: what an ensemble and its members write, and how likely they find what is right."""
 
 import argparse
 
 from ..errors import EnsembleError
 from ..evaluation import Configuration, EvaluationSet, evaluate, read_set
-from ..evaluation.results import TABLE_ENDINGS, check_plot
+from ..evaluation.measures import read_measures, works_for
+from ..evaluation.results import RESPONSES_ENDINGS, TABLE_ENDINGS, check_plot
 from ..files import check_ending
 from . import arguments
 from .parsers import UsageError
@@ -20,9 +21,17 @@ def run(args: argparse.Namespace) -> None:
         check_ending(args.table, TABLE_ENDINGS)
     if args.plot is not None:
         check_plot(args.plot)
-    sets = [_read_set(paths, args.limit, args.skip_damaged) for paths in args.data]
-    also = {text: read_configuration(text) for text in args.also}
     measures = [name.replace("_", " ") for name in args.measures]
+    wanted = read_measures(measures)
+    sets = [_read_set(paths, args.limit, args.skip_damaged) for paths in args.data]
+    if args.responses is not None:
+        check_ending(args.responses, RESPONSES_ENDINGS)
+        if not any("write" in works_for(one, wanted) for one in sets):
+            raise UsageError(
+                "`--responses` needs something written, but none of these measures and files takes it: ask for "
+                "exact_match, F1, chrF or BLEU of a file of questions."
+            )
+    also = {text: read_configuration(text) for text in args.also}
     options = {name: getattr(args, name) for name in ("max_new_tokens", "batch_size", "state_file", "time_limit")}
     ensemble = arguments.load_ensemble(args)
     configurations = {ensemble.config.method.name: Configuration(), **also}
@@ -34,6 +43,8 @@ def run(args: argparse.Namespace) -> None:
         result.write_table(args.table)
     if args.plot is not None:
         result.plot(args.plot)
+    if args.responses is not None:
+        result.write_responses(args.responses)
     if not result.is_complete:
         again = "" if args.state_file is None else ": run the same command again to go on"
         raise EnsembleError(f"the time limit came before the end{again}.")

@@ -11,7 +11,8 @@ from .. import __version__
 
 # Spelled here, since the modules that know them import torch; `tests/cli/test_parsers.py` compares.
 METRICS = ("exact_match", "contains")
-MEASURES = ("exact_match", "accuracy", "normalized_accuracy", "bits_per_byte")
+MEASURES = ("exact_match", "F1", "accuracy", "normalized_accuracy", "bits_per_byte", "chrF", "BLEU")
+DEFAULT_MEASURES = MEASURES[:-2]
 
 CHAT_COMMANDS = """\
 /reset        forget the conversation, not the system message
@@ -143,12 +144,13 @@ def _eval(parser: argparse.ArgumentParser) -> None:
       hf-ensemble eval --members model-a model-b --data questions.jsonl worked.txt --max-new-tokens 8
       hf-ensemble eval --members model-a model-b --data choices.jsonl --method gac --also gac@0.7,0.3 unite:top_k=5
       hf-ensemble eval --members model-a model-b --data questions.jsonl worked.txt --data choices.jsonl --limit 2 \
-          --measures exact_match accuracy --state-file state.jsonl --time-limit 500 --table table.md --plot plot.svg
+          --measures exact_match accuracy --state-file state.jsonl --time-limit 500 --table table.md --plot plot.svg \
+          --responses responses.jsonl
 
     files are lines of JSON, all of one form:
-      {"question": "Who?", "answer": ["Paris", "Paris, France"]}          exact match, bits per byte
+      {"question": "Who?", "answer": ["Paris", "Paris, France"]}          exact match, F1, bits per byte, chrF, BLEU
       {"question": "Which?", "A": "this", "B": "that", "answer": "B"}     accuracy, bits per byte
-      {"prompt": "2 + 2 =", "reference": "4"}                             exact match, bits per byte
+      {"prompt": "2 + 2 =", "reference": "4"}                             as the first
       {"text": "Once upon a time"}                                        bits per byte
     """
     add = parser.add_argument_group("what is evaluated").add_argument
@@ -168,17 +170,29 @@ def _eval(parser: argparse.ArgumentParser) -> None:
         help="further methods, each a row of the table",
     )
     add("--no-members", action="store_true", help="leave out the members alone")
-    add("--measures", nargs="+", choices=MEASURES, default=list(MEASURES), help="default: all")
+    add(
+        "--measures",
+        nargs="+",
+        choices=MEASURES,
+        default=list(DEFAULT_MEASURES),
+        help="default: all but chrF and BLEU, which need hf_ensemble[translation]",
+    )
     add("--limit", type=int, metavar="N", help="most examples of a file")
     add("--skip-damaged", action="store_true", help="leave out examples of no known form")
     add = parser.add_argument_group("how it runs").add_argument
     add("--max-new-tokens", type=int, default=32, metavar="N", help="of an answer; default: 32")
     _add_batch_size(add)
     add("--state-file", metavar="FILE", help="keeps what is done, so that the same command goes on")
-    add("--time-limit", type=float, metavar="SECONDS", help="stop before; exit code 1 if work is left")
+    add(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="stop before, with all systems on the same examples, drawn at random; exit code 1 if work is left",
+    )
     add = parser.add_argument_group("output beside the table on stdout").add_argument
     add("--table", type=Path, metavar="FILE", help="a table: .md, .txt, .csv, .json")
     add("--plot", type=Path, metavar="FILE", help="a plot: .svg, .png, .pdf")
+    add("--responses", type=Path, metavar="FILE", help="all that was written, and what it is worth: .jsonl")
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
-"""Evaluating an ensemble and its members: exact match, accuracy and bits per byte on files of JSON lines."""
+"""Evaluating an ensemble and its members: what they write and how likely they find it, on files of JSON lines."""
 
+from .estimates import Estimate
 from .marking import Result
 from .results import Evaluation
 from .run import Configuration, evaluate
@@ -7,6 +8,7 @@ from .sets import EvaluationSet, Item, normalize_answer, read_set
 
 __all__ = [
     "Configuration",
+    "Estimate",
     "Evaluation",
     "EvaluationSet",
     "Item",

@@ -4,8 +4,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,12 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..files import check_ending, whole_file
 from ..tables import aligned
-from .marking import NO_ESTIMATE, Estimate, Outcomes, Result, mark
+from .estimates import NO_ESTIMATE, Estimate
+from .marking import Marks, Outcomes, Result, mark
+from .measures import measure_of, read_measures
 
 TABLE_ENDINGS = (".md", ".txt", ".csv", ".json")
+RESPONSES_ENDINGS = (".jsonl",)
 PLOT_ENDINGS = (".svg", ".png", ".pdf")
 
 
@@ -49,6 +52,8 @@ class Evaluation:
     is_complete: bool
     seconds: dict[str, float]
     unmeasured: tuple[str, ...] = ()
+    _outcomes: tuple[Outcomes, ...] = field(default=(), repr=False, compare=False)
+    _marks: dict[tuple[str, str], Marks] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_outcomes(
@@ -60,16 +65,118 @@ class Evaluation:
             outcomes: Outcomes of several systems on several sets.
             measures: Which measures are wanted.
             unmeasured: Names of sets that none of them is for.
+
+        Raises:
+            ConfigurationError: If there is no measure, one is unknown, or one needs what is not installed.
         """
         seconds: dict[str, float] = {}
         for own in outcomes:
             seconds[own.system] = seconds.get(own.system, 0.0) + math.fsum(spent for _, spent in own.ran.values())
         is_complete = all(len(own.ran) == len(own.evaluation_set.items) for own in outcomes)
-        return cls(tuple(mark(outcomes, measures)), is_complete, seconds, tuple(unmeasured))
+        marks = mark(outcomes, read_measures(measures))
+        results = tuple(result for own in marks.values() for result in own.results())
+        return cls(results, is_complete, seconds, tuple(unmeasured), tuple(outcomes), marks)
 
     def __getitem__(self, key: tuple[str, str, str]) -> Result:
         """The result of a set, a measure and a system."""
         return {(result.set_name, result.measure, result.system): result for result in self.results}[key]
+
+    # Examples
+
+    def values(self, set_name: str, measure: str, system: str) -> dict[int, float]:
+        """What each example that ran is worth by itself, by its place in the set, from 0.
+
+        Exact match and the accuracies are 0 or 1, F1 lies between. Bits per byte, chrF and BLEU are those of the example
+        alone: of the set they are computed from sums over its examples, not as a mean. BLEU of an example counts only the
+        lengths of word sequences that it has (`effective_order`).
+
+        Args:
+            set_name: Name of the set.
+            measure: Name of the measure.
+            system: Name of the member or configuration.
+
+        Raises:
+            ConfigurationError: If there is no such set, measure or system.
+        """
+        return self._marks_of(set_name, measure).values(system)
+
+    def compare(self, set_name: str, measure: str, system: str, other: str) -> Estimate:
+        """The value of a system less that of another, over the examples that both ran, with the interval of pairs.
+
+        Args:
+            set_name: Name of the set.
+            measure: Name of the measure.
+            system: Name of a member or configuration.
+            other: Name of the one whose value is taken off.
+
+        Returns:
+            The difference; NaN if there is no example that both ran.
+
+        Raises:
+            ConfigurationError: If there is no such set, measure or system.
+        """
+        return self._marks_of(set_name, measure).compare(system, other)
+
+    def _marks_of(self, set_name: str, measure: str) -> Marks:
+        if (set_name, measure) not in self._marks:
+            known = "; ".join(f"{name}, {own}" for name, own in self._marks)
+            raise ConfigurationError(f"{set_name!r} was not measured by {measure!r}. There are: {known or 'none'}.")
+        return self._marks[set_name, measure]
+
+    @property
+    def responses(self) -> dict[tuple[str, str], list[str | None]]:
+        """What was written: by the names of set and system, for each example its text, None where it did not run."""
+        return {
+            (own.evaluation_set.name, own.system): [
+                own.ran[n][0] if n in own.ran else None for n in range(len(own.evaluation_set.items))
+            ]
+            for own in self._outcomes
+            if own.work == "write"
+        }
+
+    def write_responses(self, path: str | PathLike[str]) -> None:
+        """Write what was written as JSON lines, one for each example that ran and system.
+
+        A line has `set`, `place` (from 0), `prompt`, `accepted`, `system`, `response`, and under `values` what the example
+        is worth at each measure of responses (`values`).
+
+        Args:
+            path: File to write, ending in `.jsonl`.
+
+        Raises:
+            ConfigurationError: If no measure takes responses, or the file has another ending.
+        """
+        path = Path(path)
+        check_ending(path, RESPONSES_ENDINGS)
+        written = [own for own in self._outcomes if own.work == "write"]
+        if not written:
+            raise ConfigurationError(
+                "there are no responses, since no set and measure takes any: ask for exact match, F1, chrF or BLEU of a "
+                "set of questions."
+            )
+        with whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+            for own in written:
+                for record in self._records_of(own):
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def _records_of(self, own: Outcomes) -> Iterator[dict[str, Any]]:
+        """What a system wrote on a set, as it is written to a file."""
+        name = own.evaluation_set.name
+        marks = [one for (set_name, _), one in self._marks.items() if set_name == name]
+        values = {one.measure.name: one.values(own.system) for one in marks if one.measure.work == "write"}
+        for place, (response, _) in sorted(own.ran.items()):
+            item = own.evaluation_set.items[place]
+            yield {
+                "set": name,
+                "place": place,
+                "prompt": item.prompt,
+                "accepted": list(item.accepted),
+                "system": own.system,
+                "response": response,
+                "values": {measure: found[place] for measure, found in values.items()},
+            }
+
+    # Tables and plots
 
     def __str__(self) -> str:
         """One line a result."""
@@ -90,7 +197,7 @@ class Evaluation:
         """
         columns, systems = self._columns_and_systems()
         cells = {(result.set_name, result.measure, result.system): _cell(result) for result in self.results}
-        titles = [f"{name}, {measure}{'' if measure == 'bits per byte' else ', %'}" for name, measure in columns]
+        titles = [f"{name}, {measure}{measure_of(measure).unit}" for name, measure in columns]
         lines = [["", *titles, "seconds"], ["---"] * (len(columns) + 2)]
         for system in systems:
             own = [cells.get((*column, system), "") for column in columns]
@@ -180,10 +287,10 @@ def _record(result: Result) -> dict[str, Any]:
 
 
 def _written(measure: str, estimate: Estimate | None, signed: bool = False) -> tuple[str, str]:
-    """The value and its interval, shares in percent."""
+    """The value and its interval, as its measure is written."""
     if estimate is None:
         return "", ""
-    factor, digits = (1, 3) if measure == "bits per byte" else (100, 1)
+    factor, digits = measure_of(measure).factor, measure_of(measure).digits
     if not math.isfinite(estimate.value):
         return "-" if math.isnan(estimate.value) else "infinite", ""
     form = f"{'+' if signed else ''}.{digits}f"
@@ -207,8 +314,8 @@ def _without(result: Result) -> list[str]:
 
 
 def _draw_panel(axes: Any, results: Sequence[Result], systems: Sequence[str]) -> None:
-    measure = results[0].measure
-    factor = 1 if measure == "bits per byte" else 100
+    measure = measure_of(results[0].measure)
+    factor = measure.factor
     for result in results:
         value, low, high = (factor * number for number in result.estimate)
         if math.isfinite(value):
@@ -217,10 +324,10 @@ def _draw_panel(axes: Any, results: Sequence[Result], systems: Sequence[str]) ->
             axes.errorbar(value, systems.index(result.system), xerr=errors, fmt="o", color=color, capsize=3)
     members = [r.estimate.value for r in results if r.is_member and math.isfinite(r.estimate.value)]
     if members:
-        best = min(members) if measure == "bits per byte" else max(members)
+        best = max(members, key=lambda value: measure.sign * value)
         axes.axvline(factor * best, color="tab:gray", linestyle=":", linewidth=1)
     axes.set_title(f"{results[0].set_name} ({results[0].num_examples})")
-    axes.set_xlabel(measure if factor == 1 else f"{measure}, %")
+    axes.set_xlabel(f"{measure.name}{measure.unit}")
     axes.set_yticks(range(len(systems)), systems)
     axes.set_ylim(len(systems) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.3)

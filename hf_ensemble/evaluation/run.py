@@ -13,7 +13,9 @@ from ..dev_set import run_batches
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
 from ..state_file import StateFile, describe_generation_config, describe_member, hash_of
-from .marking import MEASURES, Outcomes, Work, works_for
+from .marking import Outcomes
+from .measures import DEFAULT_MEASURES, read_measures, works_for
+from .order import Examples, in_turns, one_by_one
 from .results import Evaluation
 from .sets import EvaluationSet, Item
 
@@ -25,18 +27,15 @@ class Configuration(NamedTuple):
     weights: Sequence[float] | None = None
 
 
-class _Job(NamedTuple):
-    """One kind of work on one set, by a member or a configuration.
+class _Runner(NamedTuple):
+    """A member or a configuration.
 
     Attributes:
-        name: What the table calls who does it.
+        name: What the table calls it.
         member: Number of the member; None for a configuration.
         model: The ensemble, or the member as an ensemble of one.
         method: Its method.
         weights: Its mixing weights.
-        evaluation_set: The set.
-        work: The work.
-        max_new_tokens: Most ids of an answer.
     """
 
     name: str
@@ -44,48 +43,105 @@ class _Job(NamedTuple):
     model: EnsembleForCausalLM
     method: MethodConfig
     weights: list[float]
-    evaluation_set: EvaluationSet
-    work: Work
-    max_new_tokens: int
 
-    def label(self) -> dict[str, Any]:
+
+class _Job:
+    """One kind of work on one set, by a member or a configuration.
+
+    Args:
+        runner: Who does it.
+        examples: What is read of the set.
+        max_new_tokens: Most ids of an answer.
+        kept: What there is of earlier runs, and where outcomes go.
+
+    Attributes:
+        known: What examples came to, by their keys.
+        num_left: Number of examples that have not run.
+        last: Seconds and examples of the last batch; None before the first.
+    """
+
+    def __init__(self, runner: _Runner, examples: Examples, max_new_tokens: int, kept: "_Kept"):
+        self.runner = runner
+        self.examples = examples
+        self._limits: dict[str, Any] = {}
+        if examples.work == "write":
+            stop_strings = examples.evaluation_set.stop_strings
+            self._limits = {"max_new_tokens": max_new_tokens, "stop_strings": stop_strings}
+        self._kept = kept
+        self._label = self._labelled()
+        self.known = kept.known[hash_of(self._label)]
+        self.num_left = 0
+        self.last: tuple[float, int] | None = None
+        self._batches: Iterator[list[str]] = iter(())
+        self._batch: list[str] = []
+
+    def prepare(self, batch_size: int, is_drawn: bool) -> None:
+        """Put the examples that have not run into batches.
+
+        Args:
+            batch_size: Number of texts that run together.
+            is_drawn: Whether the examples are drawn at random.
+        """
+        keys = [key for key in self.examples.items if key not in self.known]
+        self.num_left, self._batch_size = len(keys), batch_size
+        num_texts = 1
+        if self.examples.work == "score":
+            num_texts = max(len(item.continuations) for item in self.examples.items.values())
+        order = self.examples.drawn if is_drawn else self.examples.longest_first
+        self._batches = order(keys, max(1, batch_size // num_texts))
+
+    def next_batch(self) -> list[str]:
+        """The keys of the examples that run next; none if all have."""
+        # Others that find the same may have run some of them.
+        found = [key for key in self._batch if key not in self.known]
+        self.num_left -= len(self._batch) - len(found)
+        while not found:
+            batch = next(self._batches, None)
+            if batch is None:
+                break
+            found = [key for key in batch if key not in self.known]
+            self.num_left -= len(batch) - len(found)
+        self._batch = found
+        return found
+
+    def run(self) -> None:
+        """Run the next batch, and keep what it comes to."""
+        keys = self.next_batch()
+        began = time.perf_counter()
+        outcomes = self._outcomes([self.examples.items[key] for key in keys])
+        seconds = time.perf_counter() - began
+        self._kept.add(self._label, dict(zip(keys, outcomes, strict=True)), seconds)
+        self.last = seconds, len(keys)
+        self.num_left -= len(keys)
+        self._batch = []
+
+    def result(self) -> Outcomes:
+        """What there is of all examples."""
+        ran = {n: self.known[key] for n, key in enumerate(self.examples.keys) if key in self.known}
+        runner, examples = self.runner, self.examples
+        return Outcomes(runner.name, runner.member is not None, examples.evaluation_set, examples.work, ran)
+
+    def _labelled(self) -> dict[str, Any]:
         """What the outcome of an example depends on, beside the example and the members."""
-        method = self.method
-        if self.work == "score" and method.likelihoods_ignore_options:
+        method, work = self.runner.method, self.examples.work
+        if work == "score" and method.likelihoods_ignore_options:
             method = type(method)()
-        alone = self.member is not None
-        who = {"member": self.member} if alone else {"method": method.to_dict(), "weights": self.weights}
-        return {"work": self.work, **who, **self.limits}
+        who: dict[str, Any] = {"method": method.to_dict(), "weights": self.runner.weights}
+        if self.runner.member is not None:
+            who = {"member": self.runner.member}
+        return {"work": work, **who, **self._limits}
 
-    @property
-    def limits(self) -> dict[str, Any]:
-        """Where a text ends that is written."""
-        if self.work == "score":
-            return {}
-        return {"max_new_tokens": self.max_new_tokens, "stop_strings": self.evaluation_set.stop_strings}
-
-    def texts(self, item: Item) -> tuple[str, ...]:
-        """What is read of an example: its prompt, and the continuations that are scored."""
-        return (item.prompt, *(item.continuations if self.work == "score" else ()))
-
-    def length(self, item: Item) -> int:
-        """Number of characters that are read of an example."""
-        prompt, *continuations = self.texts(item)
-        return len(prompt) + max(map(len, continuations), default=0)
-
-    def run(self, items: Sequence[Item], batch_size: int) -> Iterator[list[Any]]:
-        """Yield the outcomes of batches of examples, in their order."""
-        options = {"method": self.method, "weights": self.weights, "batch_size": batch_size, **self.limits}
-        if self.work == "write":
-            yield from run_batches(self.model, [item.prompt for item in items], **options)
-            return
-        per_batch = max(1, batch_size // len(items[0].continuations))
-        for start in range(0, len(items), per_batch):
-            batch = items[start : start + per_batch]
-            prompts = [item.prompt for item in batch for _ in item.continuations]
-            continuations = [text for item in batch for text in item.continuations]
-            log_probs = iter(self.model.score(prompts, continuations, **options).log_probs.tolist())
-            yield [[next(log_probs) for _ in item.continuations] for item in batch]
+    def _outcomes(self, items: Sequence[Item]) -> list[Any]:
+        """Run examples together."""
+        options = {"method": self.runner.method, "weights": self.runner.weights, **self._limits}
+        prompts = [item.prompt for item in items]
+        if self.examples.work == "write":
+            return next(run_batches(self.runner.model, prompts, batch_size=len(items), **options))
+        repeated = [item.prompt for item in items for _ in item.continuations]
+        continuations = [text for item in items for text in item.continuations]
+        scores = self.runner.model.score(repeated, continuations, batch_size=self._batch_size, **options)
+        log_probs = iter(scores.log_probs.tolist())
+        return [[next(log_probs) for _ in item.continuations] for item in items]
 
 
 def evaluate(
@@ -94,7 +150,7 @@ def evaluate(
     *,
     configurations: Mapping[str, Configuration] | None = None,
     members: bool = True,
-    measures: Collection[str] = MEASURES,
+    measures: Collection[str] = DEFAULT_MEASURES,
     max_new_tokens: int = 32,
     batch_size: int = 8,
     state_file: str | PathLike[str] | None = None,
@@ -104,6 +160,10 @@ def evaluate(
 
     - *Exact match* (questions): the share of questions whose answer, written greedily up to the end of its line, is an
       accepted one once both are normalised (`normalize_answer`).
+    - *F1* (questions marked as texts): the mean of SQuAD's F1, over the words of that answer and of the nearest accepted
+      one, normalised alike (`EvaluationSet.f1`).
+    - *chrF* and *BLEU* (questions marked as texts; only if asked for): of the same answers as they are against all accepted
+      ones, over the whole set, from 0 to 100, by `sacrebleu` with its defaults (extra `translation`).
     - *Accuracy* (choices): the share of questions whose likeliest choice is the right one, the text of every choice being
       scored after the question; *normalized accuracy*: with its log-probability over its bytes. They are what
       lm-evaluation-harness calls `acc` and `acc_norm` (which counts characters). Where no choice has any probability,
@@ -111,9 +171,9 @@ def evaluate(
     - *Bits per byte* (all): bits of the first accepted answer, the right choice or the text after its prompt, over its
       bytes, both summed over the set. Infinite where one has no probability; the table says how many.
 
-    Intervals are for 95 %: Wilson's for shares, the normal one of the ratio for bits per byte. Everybody is compared with
-    the member that is best at the measure on the same examples, by the paired differences. That member is chosen on these
-    very examples, which favours it a little.
+    Intervals are for 95 %: Wilson's for shares, the normal one for F1 and for the ratio of bits to bytes, and for chrF and
+    BLEU that of a bootstrap over examples. Everybody is compared with the member that is best at the measure on the same
+    examples, by the paired differences. That member is chosen on these very examples, which favours it a little.
 
     Args:
         ensemble: The ensemble; not changed.
@@ -121,64 +181,48 @@ def evaluate(
         configurations: Methods and weights to evaluate, by the names that the table shows. Default: the ensemble as it
             is, named after its method.
         members: Whether to run the members alone too. A member is run by itself, with its own generation config.
-        measures: Which measures; what is not needed for them does not run.
+        measures: Which measures; what is not needed for them does not run. Default: all but chrF and BLEU.
         max_new_tokens: Most ids of a written answer.
         batch_size: Number of texts that run together.
         state_file: Where outcomes are kept after every batch, so that work which was stopped goes on. Configurations, sets,
             examples and measures may change between runs; with other members or generation configs it is refused.
         time_limit: Seconds after which no batch is started that would probably not end in time. The result is then of
-            what there is, and `is_complete` is false.
+            what there is, and `is_complete` is false. So that it stands for the whole sets, examples are drawn at random, in
+            an order that is the same for all systems and in all runs; the time is shared evenly between sets, and the
+            systems take turns. Without a limit the longest examples come first, and one system after the other.
 
     Returns:
-        The table, with intervals and comparisons.
+        The table, with intervals and comparisons, and all that was written.
 
     Raises:
-        ConfigurationError: Before anything runs, if an argument is no good or the state file is of something else.
+        ConfigurationError: Before anything runs, if an argument is no good, a measure needs what is not installed, or the
+            state file is of something else.
         MemberError: If a member fails.
     """
     sets = [sets] if isinstance(sets, EvaluationSet) else list(sets)
     names = [evaluation_set.name for evaluation_set in sets]
     if not sets or len(set(names)) < len(names):
         raise ConfigurationError(f"`sets` have to be at least one, with different names, but are {names}.")
-    if not measures or not set(measures) <= set(MEASURES):
-        raise ConfigurationError(f"`measures` have to be of {', '.join(MEASURES)}, but are {list(measures)}.")
+    wanted = read_measures(measures)
     if time_limit is not None and not time_limit > 0:
         raise ConfigurationError(f"`time_limit` has to be a positive number of seconds, but is {time_limit!r}.")
     check_positive_integer("max_new_tokens", max_new_tokens)
     check_positive_integer("batch_size", batch_size)
-    runners = _runners(ensemble, configurations, members)
     kept = _Kept(ensemble, state_file)
-    jobs = [
-        _Job(*runner, evaluation_set, work, max_new_tokens)
-        for evaluation_set in sets
-        for work in works_for(evaluation_set.kind, measures)
-        for runner in runners
-    ]
-    outcomes: list[Outcomes] = []
-    began, longest = time.perf_counter(), 0.0
-    total = sum(len(job.evaluation_set.items) for job in jobs)
+    runners = _runners(ensemble, configurations, members)
+    shared = [Examples(evaluation_set, work) for evaluation_set in sets for work in works_for(evaluation_set, wanted)]
+    jobs = [_Job(runner, examples, max_new_tokens, kept) for examples in shared for runner in runners]
+    for job in jobs:
+        job.prepare(batch_size, is_drawn=time_limit is not None)
+    num_left = total = sum(len(job.examples.items) for job in jobs)
     with logging.tqdm(total=total, desc="evaluating", unit="example") as bar:
-        for job in jobs:
-            label, keys = job.label(), [hash_of(job.texts(item)) for item in job.evaluation_set.items]
-            known = kept.known[hash_of(label)]
-            missing = {key: item for key, item in zip(keys, job.evaluation_set.items, strict=True) if key not in known}
-            bar.set_postfix_str(f"{job.evaluation_set.name}, {job.name}")
-            bar.update(len(keys) - len(missing))
-            # The longest first, so that batches are even, and memory that does not suffice is missed at once.
-            waiting = sorted(missing, key=lambda key: -job.length(missing[key]))
-            batches = job.run([missing[key] for key in waiting], batch_size)
-            # A batch like the longest so far has to end in time.
-            while waiting and (time_limit is None or time.perf_counter() - began + longest < time_limit):
-                batch_began = time.perf_counter()
-                batch = next(batches)
-                seconds = time.perf_counter() - batch_began
-                longest = max(longest, seconds)
-                kept.add(label, dict(zip(waiting[: len(batch)], batch, strict=True)), seconds)
-                del waiting[: len(batch)]
-                bar.update(len(batch))
-            ran = {n: known[key] for n, key in enumerate(keys) if key in known}
-            outcomes.append(Outcomes(job.name, job.member is not None, job.evaluation_set, job.work, ran))
-    return Evaluation.from_outcomes(outcomes, measures, [s.name for s in sets if not works_for(s.kind, measures)])
+        for job in one_by_one(jobs) if time_limit is None else in_turns(jobs, time_limit):
+            bar.set_postfix_str(f"{job.examples.evaluation_set.name}, {job.runner.name}")
+            job.run()
+            before, num_left = num_left, sum(own.num_left for own in jobs)
+            bar.update(before - num_left)
+    unmeasured = [s.name for s in sets if not works_for(s, wanted)]
+    return Evaluation.from_outcomes([job.result() for job in jobs], measures, unmeasured)
 
 
 class _Kept:
@@ -213,11 +257,11 @@ class _Kept:
 
 def _runners(
     ensemble: EnsembleForCausalLM, configurations: Mapping[str, Configuration] | None, members: bool
-) -> list[tuple[str, int | None, EnsembleForCausalLM, MethodConfig, list[float]]]:
-    """What jobs begin with: the members alone, if they are asked for, and the configurations."""
+) -> list[_Runner]:
+    """The members alone, if they are asked for, and the configurations."""
     views = ensemble.member_views
-    runners: list[Any] = [
-        (view.name, index, ensemble.alone(index), method_config("gac"), [1.0])
+    runners = [
+        _Runner(view.name, index, ensemble.alone(index), method_config("gac"), [1.0])
         for index, view in enumerate(views if members else ())
     ]
     if configurations is None:
@@ -227,8 +271,8 @@ def _runners(
         own.check_members(len(views))
         given = ensemble.config.weights if weights is None else weights
         own_weights = normalize_weights(given, len(views), own.takes_weights_as_given)
-        runners.append((name, None, ensemble, own, own_weights))
-    taken = [runner[0] for runner in runners]
+        runners.append(_Runner(name, None, ensemble, own, own_weights))
+    taken = [runner.name for runner in runners]
     if len(set(taken)) < len(taken):
         raise ConfigurationError(f"members and configurations must have different names, but are {taken}.")
     return runners

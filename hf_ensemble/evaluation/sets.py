@@ -3,6 +3,7 @@
 import os
 import re
 import string
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,16 @@ class EvaluationSet:
         """Where a written answer ends."""
         return ["\n"] if self.marking == "text" else ["\n\n", "Question:"]
 
+    def answer(self, response: str) -> str:
+        """The part of a response that answers: up to where a written answer ends.
+
+        Args:
+            response: What was written after the prompt.
+        """
+        for stop in self.stop_strings:
+            response = response.partition(stop)[0]
+        return response
+
     def is_right(self, response: str, item: Item) -> bool:
         """Whether a response is one of the accepted answers.
 
@@ -68,17 +79,40 @@ class EvaluationSet:
             response: What was written after the prompt.
             item: The question.
         """
-        for stop in self.stop_strings:
-            response = response.partition(stop)[0]
+        answer = self.answer(response)
         if self.marking == "number":
-            found = _NUMBER.findall(response)
+            found = _NUMBER.findall(answer)
             wanted = {_number(_NUMBER.findall(answer)[-1]) for answer in item.accepted}
             return bool(found) and _number(found[-1]) in wanted
-        answer = normalize_answer(response)
-        if not answer:
+        normalized = normalize_answer(answer)
+        if not normalized:
             # Nothing is left of signs and articles (TriviaQA accepts "+-*/"): they are compared as they are.
-            return response.strip() != "" and response.strip() in item.accepted
-        return answer in map(normalize_answer, item.accepted)
+            return answer.strip() != "" and answer.strip() in item.accepted
+        return normalized in map(normalize_answer, item.accepted)
+
+    def f1(self, response: str, item: Item) -> float:
+        """SQuAD's F1: how far the words of a response are those of the accepted answer that is nearest, from 0 to 1.
+
+        Both are normalised, as for `is_right`; a response that is right has 1.
+
+        Args:
+            response: What was written after the prompt.
+            item: The question.
+
+        Raises:
+            ConfigurationError: If answers are marked by their numbers.
+
+        Reference:
+            Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text", 2016.
+        """
+        if self.marking != "text":
+            raise ConfigurationError(
+                f"F1 is for answers marked as 'text', but {self.name!r} has `marking` {self.marking!r}: use exact match."
+            )
+        words = normalize_answer(self.answer(response)).split()
+        if not words:
+            return float(self.is_right(response, item))
+        return max(_f1(words, normalize_answer(answer).split()) for answer in item.accepted)
 
 
 def normalize_answer(answer: str) -> str:
@@ -87,6 +121,11 @@ def normalize_answer(answer: str) -> str:
     The rules are those of TriviaQA's evaluation; underscores are punctuation.
     """
     return " ".join(_ARTICLES.sub(" ", _PUNCTUATION.sub(" ", answer.lower())).split())
+
+
+def _f1(found: list[str], wanted: list[str]) -> float:
+    common = (Counter(found) & Counter(wanted)).total()
+    return 2 * common / (len(found) + len(wanted))
 
 
 def _number(text: str) -> float:

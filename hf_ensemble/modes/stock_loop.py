@@ -13,6 +13,7 @@ from ..decoding.loop import Loop
 from ..errors import ConfigurationError, MemberError
 from ..members.member import Member
 from .base import Mode
+from .stop_strings import stop_string_criteria, without_stop_strings
 
 WAITS = "primary_waits"
 """Marks the forward passes of the decoding loop in which the primary does not run; its own state does, if needed."""
@@ -134,8 +135,15 @@ class StockLoopHooks:
         return LogitsProcessorList(mode.processors(stock, rows, mask))
 
     def _get_stopping_criteria(self, **kwargs: Any) -> StoppingCriteriaList:
-        mode = _mode_of(kwargs["generation_config"])
+        config, tokenizer = kwargs["generation_config"], kwargs.get("tokenizer")
+        mode = _mode_of(config)
+        if config.stop_strings is not None and tokenizer is not None:
+            kwargs["generation_config"] = without_stop_strings(config)
         criteria: StoppingCriteriaList = super()._get_stopping_criteria(**kwargs)  # type: ignore[misc]
+        if kwargs["generation_config"] is not config:
+            own = StoppingCriteriaList([stop_string_criteria(config.stop_strings, tokenizer)])
+            # One that the user passed takes the place of this one, as in the stock loop.
+            criteria = self._merge_criteria_processor_list(own, criteria)  # type: ignore[attr-defined]
         return criteria if mode is None else mode.criteria(criteria)
 
     def _sample(

@@ -53,6 +53,19 @@ def test_a_table_is_printed_and_written_and_work_goes_on(tmp_path, capsys):
     assert len(state.read_text("utf-8").splitlines()) == 4
 
 
+def test_responses_are_written_with_what_they_are_worth(tmp_path, capsys):
+    pytest.importorskip("sacrebleu")
+    responses = tmp_path / "responses.jsonl"
+    arguments = [*MEMBERS, "--data", "questions.jsonl", "--data", "choices.jsonl", "--max-new-tokens", 3]
+    run([*arguments, "--measures", "F1", "chrF", "BLEU", "accuracy", "--method", "gac", "--responses", responses])
+    records = [json.loads(line) for line in responses.read_text("utf-8").splitlines()]
+    assert [(record["system"], record["place"]) for record in records] == [
+        (name, n) for name in ("model-a", "model-b", "gac") for n in range(2)
+    ]
+    assert all(list(record["values"]) == ["F1", "chrF", "BLEU"] for record in records)
+    assert "chrF" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_examples_of_its_help_run(capsys):
     pytest.importorskip("matplotlib")
@@ -85,6 +98,9 @@ def test_configurations_are_read(text, method, weights):
         (["--also", "gac@x"], "the weights in 'gac@x' are no numbers"),
         (["--table", "table.doc"], "has to end in .md"),
         (["--plot", "plot.md"], "has to end in .svg"),
+        (["--responses", "responses.txt"], "has to end in .jsonl"),
+        (["--responses", "none/responses.jsonl"], "the folder does not exist"),
+        (["--responses", "r.jsonl", "--measures", "accuracy"], "`--responses` needs something written"),
         (["--data", "none.jsonl"], "none.jsonl cannot be read"),
         (["--data", "a", "b", "c"], "takes one file or two, but got 3"),
     ],

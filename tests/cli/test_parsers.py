@@ -10,8 +10,8 @@ import pytest
 
 from hf_ensemble.cli import parsers
 from hf_ensemble.dev_set import METRICS
-from hf_ensemble.evaluation.marking import MEASURES
-from hf_ensemble.evaluation.results import PLOT_ENDINGS, TABLE_ENDINGS
+from hf_ensemble.evaluation.measures import DEFAULT_MEASURES, MEASURES
+from hf_ensemble.evaluation.results import PLOT_ENDINGS, RESPONSES_ENDINGS, TABLE_ENDINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "numpy")
@@ -83,6 +83,8 @@ def test_every_other_program_has_all_names(name, tmp_path):
 def test_help_names_what_the_library_has():
     assert set(parsers.METRICS) == set(METRICS)
     assert [name.replace("_", " ") for name in parsers.MEASURES] == list(MEASURES)
+    assert [name.replace("_", " ") for name in parsers.DEFAULT_MEASURES] == list(DEFAULT_MEASURES)
     text = COMMANDS["eval"].format_help()
     assert f"a table: {', '.join(TABLE_ENDINGS)}" in text
     assert f"a plot: {', '.join(PLOT_ENDINGS)}" in text
+    assert f"what it is worth: {', '.join(RESPONSES_ENDINGS)}" in " ".join(text.split())

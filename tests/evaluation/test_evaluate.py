@@ -2,13 +2,15 @@
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, GacConfig, SweetSpanConfig
 from hf_ensemble.evaluation import Configuration, Evaluation, evaluate, read_set
-from hf_ensemble.evaluation.marking import MEASURES, Outcomes
+from hf_ensemble.evaluation.marking import Outcomes
+from hf_ensemble.evaluation.measures import MEASURES
 from hf_ensemble.evaluation.results import TABLE_ENDINGS
 from tests.contracts import Recipe
 
@@ -50,13 +52,14 @@ def test_every_measure_of_every_system(whole):
     measures = {(result.set_name, result.measure) for result in whole.results}
     assert measures == {
         ("questions", "exact match"),
+        ("questions", "F1"),
         ("questions", "bits per byte"),
         ("choices", "accuracy"),
         ("choices", "normalized accuracy"),
         ("choices", "bits per byte"),
         ("texts", "bits per byte"),
     }
-    assert len(whole.results) == 4 * 6
+    assert len(whole.results) == 4 * 7
     for result in whole.results:
         assert result.count == result.num_examples
         assert result.estimate.low <= result.estimate.value <= result.estimate.high
@@ -144,35 +147,87 @@ def test_choices_without_probability_are_not_right(ensemble, scripted):
     assert result.to_records()[-1]["value"] == "inf"
 
 
-def test_work_that_was_stopped_goes_on(ensemble, sets, scripted, tmp_path, monkeypatch):
+@pytest.fixture
+def clock(scripted, monkeypatch):
+    """A clock that goes on by a second with every call of a model."""
+    monkeypatch.setattr("time.perf_counter", lambda: float(len(scripted)))
+
+
+def test_nothing_runs_after_the_limit(ensemble, sets, scripted, tmp_path):
     state = tmp_path / "state.jsonl"
-    options = {"batch_size": 2, "state_file": state}
-    first = evaluate(ensemble, sets[:2], time_limit=1e-9, **options)
-    assert not first.is_complete
+    evaluation = evaluate(ensemble, sets[:2], time_limit=1e-9, state_file=state)
+    assert not evaluation.is_complete
     assert not scripted
     assert not state.exists()
-    # After three batches the time is over.
-    ticks = iter([0.0, *[0.0, 1.0, 2.0], *[2.0, 3.0, 4.0], *[4.0, 5.0, 5.5], *[10.0] * 99])
-    with monkeypatch.context() as patch:
-        patch.setattr("hf_ensemble.evaluation.run.time.perf_counter", lambda: next(ticks))
-        second = evaluate(ensemble, sets[:2], time_limit=6, **options)
-    assert not second.is_complete
+    assert all(result.difference is None for result in evaluation.results)
+
+
+def test_work_that_was_stopped_goes_on(ensemble, sets, scripted, clock, tmp_path):
+    state = tmp_path / "state.jsonl"
+    options = {"batch_size": 2, "state_file": state}
+    first = evaluate(ensemble, sets[:2], time_limit=3.5, **options)
+    assert not first.is_complete
     assert len(scripted) == len(state.read_text("utf-8").splitlines()) == 3
-    partial = second.results[1]
-    assert (partial.count, partial.num_examples) == (2, 3)
-    assert "2 of 3" in str(second)
+    # A batch of each set: writing and scoring the questions, and the choices.
+    assert [(result.measure, result.count) for result in first.results if result.count] == [
+        ("exact match", 1), ("F1", 1), ("bits per byte", 1), ("accuracy", 1), ("normalized accuracy", 1), ("bits per byte", 1)
+    ]  # fmt: skip
+    assert "1 of 3" in str(first)
+    responses = first.responses["questions", first.results[0].system]
+    assert sum(text is not None for text in responses) == 1
     with state.open("a", encoding="utf-8") as file:
         file.write('{"evaluation": {"form')  # killed while it wrote
-    third = evaluate(ensemble, sets[:2], **options)
-    assert third.is_complete
+    second = evaluate(ensemble, sets[:2], **options)
+    assert second.is_complete
     written = [prompt for kind, _, prompts in scripted if kind == "write" for prompt in prompts]
     assert len(written) == 3 * 3
     scripted.clear()
     again = evaluate(ensemble, sets[:2], **options)
     assert not scripted
-    assert [r.estimate for r in again.results] == [r.estimate for r in third.results]
+    assert [r.estimate for r in again.results] == [r.estimate for r in second.results]
+    assert again.responses == second.responses
     fresh = evaluate(ensemble, sets[:2], batch_size=3)
-    assert [r.estimate for r in fresh.results] == [r.estimate for r in third.results]
+    assert [r.estimate for r in fresh.results] == [r.estimate for r in second.results]
+
+
+def test_under_a_limit_all_systems_run_the_same_examples_in_all_runs(ensemble, scripted, clock, tmp_path):
+    records = [{"question": f"{'Long ' * n}question {n}?", "answer": "the"} for n in range(40)]
+    questions = read_set(records, name="s")
+    options = {"configurations": CONFIGURATIONS, "batch_size": 4, "measures": ["exact match", "bits per byte"]}
+
+    def places(evaluation):
+        found = evaluation.responses.values()
+        return [{n for n, text in enumerate(texts) if text is not None} for texts in found]
+
+    once = evaluate(ensemble, questions, time_limit=39.5, **options)
+    ran = places(once)
+    assert len(ran) == 4
+    assert len(set.union(*ran)) - len(set.intersection(*ran)) <= 4
+    assert 8 <= len(set.intersection(*ran)) < 30
+    assert len(scripted) <= 39
+    assert places(evaluate(ensemble, questions, time_limit=39.5, **options)) == ran
+    # With a state file more runs come to more of the same, also if one was cut off between two systems.
+    state = tmp_path / "state.jsonl"
+    limited = [
+        evaluate(ensemble, questions, time_limit=seconds, state_file=state, **options) for seconds in (9.5, 11.5, 9.5)
+    ]
+    for before, after in pairwise(map(places, limited)):
+        assert all(one <= other for one, other in zip(before, after, strict=True))
+        assert after != before
+        assert len(set.union(*after)) - len(set.intersection(*after)) <= 4
+    whole = evaluate(ensemble, questions, state_file=state, **options)
+    assert whole.is_complete
+    assert [r.estimate for r in whole.results] == [
+        r.estimate for r in evaluate(ensemble, questions, **options).results
+    ]
+
+
+def test_a_limit_that_suffices_gives_all(ensemble, sets, scripted, clock):
+    limited = evaluate(ensemble, sets, time_limit=1e6, configurations=CONFIGURATIONS)
+    assert limited.is_complete
+    whole = evaluate(ensemble, sets, configurations=CONFIGURATIONS)
+    assert [r.estimate for r in limited.results] == [r.estimate for r in whole.results]
+    assert limited.responses == whole.responses
 
 
 def test_configurations_and_examples_may_be_added(ensemble, sets, scripted, tmp_path):
@@ -277,7 +332,7 @@ def test_intervals_of_few_examples_hold_their_values_within_limits_or_are_said_n
     evaluation = Evaluation.from_outcomes(outcomes_of(kind, count, values), MEASURES)
     table = written(evaluation, tmp_path)
     for result in evaluation.results:
-        most = math.inf if result.measure == "bits per byte" else 1
+        most = {"bits per byte": math.inf, "chrF": 100, "BLEU": 100}.get(result.measure, 1)
         estimates = [(result.estimate, 0, most)]
         if result.difference is not None:
             estimates.append((result.difference, -most, most))
@@ -285,7 +340,8 @@ def test_intervals_of_few_examples_hold_their_values_within_limits_or_are_said_n
             if not math.isfinite(value):
                 continue
             assert least <= value <= most
-            if count > 1 or (result.measure != "bits per byte" and least == 0):
+            is_share = result.measure in ("exact match", "accuracy", "normalized accuracy")
+            if count > 1 or (is_share and least == 0):
                 assert least <= low <= value <= high <= most
             else:
                 assert math.isnan(low)
@@ -325,7 +381,7 @@ def test_plots_are_drawn_of_any_number_of_examples(kind, count, tmp_path):
     Evaluation.from_outcomes(outcomes, MEASURES).plot(tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text("utf-8")
     assert ("nothing to measure" in drawn) == (count == 0)
-    assert drawn.count('<g id="axes_') == (2 if kind == "questions" else 1) * (count > 0)
+    assert drawn.count('<g id="axes_') == {"questions": 5, "choices": 3, "texts": 1}[kind] * (count > 0)
 
 
 @pytest.mark.slow

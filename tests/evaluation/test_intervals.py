@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hf_ensemble.evaluation.marking import Z, ratio, share
+from hf_ensemble.evaluation.estimates import Z, ratio, share
 
 
 @pytest.mark.parametrize(
