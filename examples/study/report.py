@@ -12,7 +12,7 @@ Development sets, on which values and weights are chosen, come last.
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -207,9 +207,7 @@ class Group:
         documents = len(set(self.documents))
         about = f"{name}, {len(self.documents)} questions"
         about += f" of {documents} documents" if documents < len(self.documents) else ""
-        heads = [about, *HEADS]
-        rows = [heads, ["---"] * len(heads), *map(self.row, [*range(len(self.names)), ORACLE, *self.systems])]
-        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        table = as_markdown([about, *HEADS], map(self.row, [*range(len(self.names)), ORACLE, *self.systems]))
         oracle = 100 * np.max([self.exact(n) for n in range(len(self.names))], axis=0).mean()
         text = (
             f"The members are {self.gap:.1f} points apart and give other answers to {self.disagreement:.0f} % of the "
@@ -221,6 +219,17 @@ class Group:
                 chosen = [in_words(cell["as"]) for cell, _ in self.runs(system)]
                 text += f" {in_words(system)}: {'; '.join(chosen)}."
         return f"## {self.title}\n\n{table}\n\n{text}\n"
+
+
+def as_markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table.
+
+    Args:
+        heads: Its heads.
+        rows: Its lines.
+    """
+    lines = [f"| {' | '.join(row)} |" for row in (heads, *rows)]
+    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]])
 
 
 def set_title(task: str) -> str:
