@@ -164,8 +164,11 @@ def against_better(bits: dict[str, np.ndarray], num_members: int) -> Table:
 
 def overrides(ensemble: Ensemble, group: Group, method: str) -> Table:
     """By position and kind of token, how often the better member wanted something else, and what came of the first time."""
-    names = [{name_of(member, i) for i in member.eos_token_ids} for member in ensemble.model.member_views]
-    better, own_cell = group.better, ensemble.cells[Key((ensemble.names[group.better],), "alone", group.task, "write")]
+    model, better = ensemble.model, group.better
+    assert model is not None
+    member = model.member_views[better]
+    ends = {name_of(member, i) for i in member.eos_token_ids}
+    own_cell = ensemble.cells[Key((ensemble.names[better],), "alone", group.task, "write")]
     was_right, said = group.marked(own_cell), answers(group.questions, own_cell)
     seen: Counter[str] = Counter()
     overridden: Counter[str] = Counter()
@@ -177,8 +180,10 @@ def overrides(ensemble: Ensemble, group: Group, method: str) -> Table:
             wanted = one.members[better]
             if wanted is None:
                 continue
-            member_ends = wanted.best[0].text in names[better] or "\n" in wanted.best[0].text
-            where = kinds_of(number, one.text, bool(one.control) or "\n" in one.text, member_ends)
+            best = wanted.best[0].text
+            is_end = bool(one.control) or any(stop in one.text for stop in group.questions.stop_strings)
+            member_ends = best in ends or any(stop in best for stop in group.questions.stop_strings)
+            where = kinds_of(number, one.text, is_end, member_ends)
             seen.update(where)
             if not wanted.agrees:
                 overridden.update(where)
@@ -249,13 +254,17 @@ class Steps(TokenBatch):
             self._steps = steps
             yield steps, self._fused_step.run(self, self._plans[0][[row for row, _ in steps]])
 
-    def folded(self, logprobs: Tensor, ends: list[int]) -> Tensor:
-        """Log-probabilities of the primary's ids, all ends as the first, of shape `(num_steps, vocab_size)`."""
-        found = self._fused_step.folded(logprobs).clone()
-        end = found[:, ends].logsumexp(-1)
-        found[:, ends] = -torch.inf
-        found[:, ends[0]] = end
-        return found
+    def folded(self, logprobs: Tensor) -> Tensor:
+        """Log-probabilities of the primary's ids."""
+        return self._fused_step.folded(logprobs)
+
+
+def ends_as_one(logprobs: Tensor, ends: list[int]) -> Tensor:
+    """Give the first of the ends the probability of all, in place."""
+    end = logprobs[..., ends].logsumexp(-1)
+    logprobs[..., ends] = -torch.inf
+    logprobs[..., ends[0]] = end
+    return logprobs
 
 
 def anchors_name(count: int | None) -> str:
@@ -266,19 +275,19 @@ def searches(kept: Kept, ends: list[int]) -> dict[str, Deepen]:
     """DeePEn by its options; those with the same anchors share their rows."""
     found = {}
     for count in ANCHORS:
-        for variant, rates in (("released", RATES), ("paper", (0.15,))):
-            shared = None
-            for rate in rates:
-                config = AnyRate(variant=variant, num_anchors=count, learning_rate=rate)
-                if shared is None:
-                    shared = config.build(
-                        kept.members, kept.union, eos_ids_of(kept.members, ends), kept.members[0].device
-                    )
-                method = copy.copy(shared)
-                method.config = config
-                method._drop_graphs()  # which hold the other's rate
-                kind = variant if variant == "paper" else f"rate {rate:g}"
-                found[f"DeePEn, {anchors_name(count)}, {kind}"] = method
+        tried = {f"rate {rate:g}": AnyRate(num_anchors=count, learning_rate=rate) for rate in RATES}
+        # Where the search would end.
+        tried["rate 0.3, 50 steps"] = AnyRate(num_anchors=count, learning_rate=0.3, num_steps=50)
+        tried["paper"] = AnyRate(num_anchors=count, variant="paper")
+        made: dict[str, Deepen] = {}
+        for name, config in tried.items():
+            if config.variant not in made:
+                eos_ids = eos_ids_of(kept.members, ends)
+                made[config.variant] = config.build(kept.members, kept.union, eos_ids, kept.members[0].device)
+            method = copy.copy(made[config.variant])
+            method.config = config
+            method._drop_graphs()  # which hold the other's rate
+            found[f"DeePEn, {anchors_name(count)}, {name}"] = method
     return found
 
 
@@ -305,12 +314,11 @@ def at_right_answers(ensemble: Ensemble, group: Group) -> dict[str, Table]:
         for steps, fused in batch:
             alone = torch.eye(len(members), device=fused.weights.device)
             mixed = [average.mix(fused.logits, one.expand_as(fused.weights)).logprobs for one in alone]
-            mixed += [
-                fused.logprobs,
-                *(method.mix(fused.logits, fused.weights).logprobs for method in methods.values()),
-            ]
+            logprobs = torch.cat(
+                [torch.stack([*map(batch.folded, (*mixed, fused.logprobs))]), searched(methods, fused)]
+            )
+            logprobs = ends_as_one(logprobs, ends)  # (D, B, V)
             targets = torch.tensor([pairs[row].continuation[step] for row, step in steps], device=model.device)
-            logprobs = torch.stack([batch.folded(one, ends) for one in mixed])  # (D, B, V)
             probs, best = logprobs.exp(), logprobs.argmax(-1)
             bits = -logprobs.gather(-1, targets.expand(len(names), -1)[..., None])[..., 0] / math.log(2)
             found["bits"].append(bits.cpu().numpy())
@@ -332,6 +340,17 @@ def at_right_answers(ensemble: Ensemble, group: Group) -> dict[str, Table]:
         ),
         "DeePEn beside the exact average": search_table(names, values, len(members), group.num_bytes.sum(), ends[0]),
     }
+
+
+def searched(methods: dict[str, Deepen], fused: Fused) -> Tensor:
+    """What each search makes of a block of steps, of shape `(num_methods, num_steps, vocab_size)`."""
+    parts = []
+    # Few steps at a time, so that all searches find the rows that the first has formed.
+    for n in range(0, len(fused.weights), 8):
+        logits = [one if one is None else one[n : n + 8] for one in fused.logits]
+        mixed = [method.mix(logits, fused.weights[n : n + 8]).logprobs for method in methods.values()]
+        parts.append(torch.stack(mixed))
+    return torch.cat(parts, 1)
 
 
 def rows_of(kept: Kept, methods: dict[str, Deepen], count: int | None) -> list[RelativeRows]:
