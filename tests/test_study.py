@@ -76,6 +76,10 @@ def test_marks(monkeypatch):
         "Wiki1k:wikinews:7", "Rome", "test5"
     ]  # fmt: skip
     assert marks.ratio(np.array([2.0, 4.0]), np.array([1.0, 2.0]), ["x", "y"]) == (2, 2, 2)
+    numbers = marks.evaluation_set("gsm_test_a", [{"prompt": "?", "answers": ["12"]}] * 3)
+    cell = {"responses": ["3 and 1,200\n\n7", "so 1200.0", "none"]}
+    assert marks.answers(numbers, cell) == ["1200.0", "1200.0", "nan"]
+    assert marks.answers(questions, {"responses": ["The fox!\n2", ""]}) == ["fox", ""]
     wide = marks.ratio(np.array([1.0, 1, -1, -1]), np.ones(4), ["x", "x", "y", "y"])
     assert wide == (0, -1, 1)
 
@@ -135,20 +139,78 @@ def test_the_stages(stage, tmp_path, monkeypatch, capsys):
     assert stage("evaluate", *evaluate, "alone", "gac", *turned, *options) == 0
     capsys.readouterr()
     stage("report", "--no-plots")
+    report = load_script("examples/study/report.py", monkeypatch)
     found = tables(capsys.readouterr().out)
-    assert len(found) == 4
-    rows = {row[""]: row for table in found for row in table}
-    assert {*systems[1:], "smollm2-qamr-full-at50 alone"} <= set(rows)
+    assert len(found) == 5  # the last of the development set
+    rows = {row[0] for row in map(list, (row.values() for table in found for row in table))}
+    assert {*map(report.in_words, systems[1:]), "oracle over members", "GaC, weights 0.6 : 0.4"} <= rows
+    assert {"SmolLM2, 50 % trained", "Gemma, untuned"} <= {row.removesuffix(", best member") for row in rows}
     assert not (folder / "report" / "gap.svg").exists()
+
+    stage("why")
+    of_case, of_source, *_ = tables(capsys.readouterr().out)
+    assert [row["right, %, of"] for row in of_case] == [
+        report.in_words(cell["system"])
+        for cell in cells
+        if cell["task"] == "qamr_test_a" and len(cell["members"]) == 2 and cell["work"] == "write"
+    ]
+    for row in of_source:
+        numbers = [float(value.split()[0]) for value in list(row.values())[1:]]
+        assert sum(numbers[:4]) == pytest.approx(100, abs=0.2)
+        assert numbers[5] + numbers[6] == pytest.approx(numbers[4], abs=0.2)
+    own = [name.format(seed=1) for name in PAIR]
+    stage("why", "--members", *own, "--tasks", "qamr_test_a", *small[1:], *options[:4])
+    kept = json.loads((folder / "report" / "why.json").read_text("utf-8"))
+    steps = {title.rpartition(": ")[2]: table for title, table in kept.items() if " + ".join(own) in title}
+    overridden = {row[0]: row for row in steps["who GaC overrides"]}
+    why = load_script("examples/study/why.py", monkeypatch)
+    [scored] = [cell["bits"] for cell in cells if cell["system"] == "gac" and cell["work"] == "score"]
+    assert sum(int(overridden[name][3]) for name in (*why.PLACES, "nowhere")) == len(scored)
+    bits = {row[0]: float(row[-1]) for row in steps["bits by position"][1:]}
+    assert bits["GaC, the exact average"] == pytest.approx(np.mean(scored), abs=2e-3)
+    heads, primary, _, average, *searches = steps["DeePEn beside the exact average"]
+    assert (primary[1], primary[3], average[2]) == ("0.000", "100.0", "0.000")
+    distances = [float(row[1]) for row in searches if "4,096" in row[0] and "rate" in row[0]]
+    assert 0 < distances[0] < distances[-1]
+    assert {len(row) for row in searches} == {len(heads)}
     pytest.importorskip("matplotlib")
     stage("report")
     drawn = {path.stem for path in (folder / "report").glob("*.svg")}
     assert {"systems", "top_k", "span_length"} <= drawn
 
 
-def test_report_says_what_is_missing(stage):
+def test_report_and_why_say_what_is_missing(stage):
     with pytest.raises(SystemExit, match="holds no ensemble"):
         stage("report")
+    with pytest.raises(SystemExit, match="holds no pair"):
+        stage("why")
+
+
+def test_systems_and_members_in_words(monkeypatch):
+    report = load_script("examples/study/report.py", monkeypatch)
+    told = {
+        "gac": "GaC",
+        "unite@dev": "UniTE, weights from dev scores",
+        "gac@0.6,0.4": "GaC, weights 0.6 : 0.4",
+        "gac:threshold=tuned": "GaC, gate from dev",
+        "sweetspan:span_length=1": "spans of 1 word",
+        "sweetspan:span_length=8": "spans of 8 words",
+        "deepen:num_anchors=4096,learning_rate=0.3": "DeePEn, 4,096 anchors, rate 0.3",
+        "deepen:num_anchors=none": "DeePEn, all anchors",
+        "deepen:num_steps=10": "DeePEn, num_steps=10",
+    }
+    assert {system: report.in_words(system) for system in told} == told
+    names = ["smollm2-qamr-lora", "smollm2-qamr-lora", "gemma", "gemma-qamr-full-at5"]
+    assert report.member_titles(names) == ["SmolLM2 (1)", "SmolLM2 (2)", "Gemma, untuned", "Gemma, 5 % trained"]
+
+
+def test_kinds_of_tokens(monkeypatch):
+    why = load_script("examples/study/why.py", monkeypatch)
+    assert why.kinds_of(0, " Paris", False, False) == ("first token", "starts a word")
+    assert why.kinds_of(1, "is", False, False) == ("later", "inside a word")
+    assert why.kinds_of(1, " 12th", False, True) == ("goes on where the member ends", "digits")
+    assert why.kinds_of(2, " (", False, False) == ("later", "punctuation")
+    assert why.kinds_of(2, "\n", True, False) == ("end",)
 
 
 @pytest.mark.slow

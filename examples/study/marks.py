@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Sequence
+from functools import cache
+from math import nan
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +53,20 @@ def answer_of(response: str) -> str:
     return normalize_answer(response.partition("\n")[0])
 
 
+def answers(questions: EvaluationSet, cell: dict) -> list[str]:
+    """What answers each example, so that equal answers are equal: the line, normalised, or the last number.
+
+    Args:
+        questions: The set.
+        cell: Of written answers.
+    """
+    if questions.marking == "text":
+        return [answer_of(response) for response in cell["responses"]]
+    ends = re.compile("|".join(map(re.escape, questions.stop_strings)))
+    texts = [ends.split(response)[0].replace(",", "") for response in cell["responses"]]
+    return [str(float(([nan, *re.findall(r"-?\d+(?:\.\d+)?", text)])[-1])) for text in texts]
+
+
 def f1_scores(questions: EvaluationSet, cell: dict) -> np.ndarray:
     """SQuAD's F1 of each example, of shape `(num_examples,)`.
 
@@ -84,9 +100,15 @@ def ratio(values: np.ndarray, sizes: np.ndarray, clusters: Sequence[str]) -> Est
     names = sorted(set(clusters))
     places = np.array([names.index(cluster) for cluster in clusters])
     sums = [np.bincount(places, weights=numbers, minlength=len(names)) for numbers in (values, sizes)]
-    drawn = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), NUM_DRAWS)
+    drawn = _draws(len(names))
     low, high = np.percentile((drawn @ sums[0]) / (drawn @ sums[1]), [2.5, 97.5])
     return Estimate(float(values.sum() / sizes.sum()), float(low), float(high))
+
+
+@cache
+def _draws(count: int) -> np.ndarray:
+    """How often each cluster is drawn, of shape `(NUM_DRAWS, count)`."""
+    return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), NUM_DRAWS)
 
 
 def share_right(cells: Cells, key: Key, questions: EvaluationSet) -> float:
