@@ -11,6 +11,7 @@ _is_command = _name in ("hf-ensemble", "hf-ensemble.exe") or (_name == "-m" and 
 # The command `hf-ensemble` imports what it runs by itself, so that its help needs no torch. In every other process the
 # names are here, and the model type is registered.
 if not _is_command:
+    from .advising import Advice, advise
     from .choosing.prompt_weights import packllm_weights, weights_from_scores
     from .choosing.selection import select_members
     from .choosing.tuning import tune_method
@@ -30,6 +31,7 @@ if not _is_command:
     from .vocabulary.union import UnionVocabulary
 
 __all__ = [
+    "Advice",
     "AnchorTokens",
     "ConfigurationError",
     "Decision",
@@ -57,6 +59,7 @@ __all__ = [
     "UnionVocabulary",
     "UniteConfig",
     "VocabularyError",
+    "advise",
     "packllm_weights",
     "select_members",
     "tune_method",

@@ -87,8 +87,13 @@ class CompatibilityReport:
             if figure.name not in ("mean_length", "length_ratio") or self.members[0].mean_length is not None:
                 values = (getattr(member, figure.name) for member in self.members)
                 rows.append([figure.metadata["title"], *map(figure.metadata["write"], values)])
+        return f"{aligned(rows)}\n{self.summary}"
+
+    @property
+    def summary(self) -> str:
+        """What all members share, in a line."""
         shared = f"all members: {self.num_shared:,} shared entries, union of {self.union_size:,}, "
-        return f"{aligned(rows)}\n{shared}{_percent(self.words_cut_alike)} of {self.num_words:,} words cut alike"
+        return f"{shared}{_percent(self.words_cut_alike)} of {self.num_words:,} words cut alike"
 
 
 def compare_members(

@@ -1,5 +1,6 @@
 """Every Python block in the README and the docs runs, and every command of `hf-ensemble`, on tiny members."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -43,6 +44,8 @@ WITH_CODE = [
 def members_in_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny.save_pair(tmp_path, "model-a", "model-b")
+    examples = [json.dumps({"prompt": f"{n} and 1 make", "reference": str(n + 1)}) for n in range(20)]
+    (tmp_path / "dev.jsonl").write_text("\n".join(examples), "utf-8")
     with mock.patch.dict(METHODS):  # a page adds a method
         yield
 

@@ -78,7 +78,7 @@ def test_marks(monkeypatch):
     assert marks.ratio(np.array([2.0, 4.0]), np.array([1.0, 2.0]), ["x", "y"]) == (2, 2, 2)
     numbers = marks.evaluation_set("gsm_test_a", [{"prompt": "?", "answers": ["12"]}] * 3)
     cell = {"responses": ["3 and 1,200\n\n7", "so 1200.0", "none"]}
-    assert marks.answers(numbers, cell) == ["1200.0", "1200.0", "nan"]
+    assert marks.answers(numbers, cell) == ["1200.0", "1200.0", ""]
     assert marks.answers(questions, {"responses": ["The fox!\n2", ""]}) == ["fox", ""]
     wide = marks.ratio(np.array([1.0, 1, -1, -1]), np.ones(4), ["x", "x", "y", "y"])
     assert wide == (0, -1, 1)
@@ -168,6 +168,9 @@ def test_the_stages(stage, tmp_path, monkeypatch, capsys):
     assert sum(int(overridden[name][3]) for name in (*why.PLACES, "nowhere")) == len(scored)
     bits = {row[0]: float(row[-1]) for row in steps["bits by position"][1:]}
     assert bits["GaC, the exact average"] == pytest.approx(np.mean(scored), abs=2e-3)
+    picture = ["--task", "qamr_test_a", "--find", "lives", "--method", "gac", "--max-new-tokens", 4, "--output"]
+    assert stage("decisions_picture", "--members", *own, *picture, tmp_path / "picture.svg", *options[2:4]) is None
+    assert "together: " in (tmp_path / "picture.svg").read_text("utf-8")
     heads, primary, _, average, *searches = steps["DeePEn beside the exact average"]
     assert (primary[1], primary[3], average[2]) == ("0.000", "100.0", "0.000")
     distances = [float(row[1]) for row in searches if "4,096" in row[0] and "rate" in row[0]]

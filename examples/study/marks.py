@@ -3,13 +3,12 @@
 import re
 from collections.abc import Sequence
 from functools import cache
-from math import nan
 from typing import NamedTuple
 
 import numpy as np
 from cells import Cells, Key
 
-from hf_ensemble.evaluation import EvaluationSet, normalize_answer, read_set
+from hf_ensemble.evaluation import EvaluationSet, read_set
 
 NUM_DRAWS = 10_000
 
@@ -44,15 +43,6 @@ def exact_matches(questions: EvaluationSet, cell: dict) -> np.ndarray:
     return np.array([float(questions.is_right(response, item)) for response, item in pairs])
 
 
-def answer_of(response: str) -> str:
-    """The line that answers, normalised.
-
-    Args:
-        response: What was written.
-    """
-    return normalize_answer(response.partition("\n")[0])
-
-
 def answers(questions: EvaluationSet, cell: dict) -> list[str]:
     """What answers each example, so that equal answers are equal: the line, normalised, or the last number.
 
@@ -60,11 +50,7 @@ def answers(questions: EvaluationSet, cell: dict) -> list[str]:
         questions: The set.
         cell: Of written answers.
     """
-    if questions.marking == "text":
-        return [answer_of(response) for response in cell["responses"]]
-    ends = re.compile("|".join(map(re.escape, questions.stop_strings)))
-    texts = [ends.split(response)[0].replace(",", "") for response in cell["responses"]]
-    return [str(float(([nan, *re.findall(r"-?\d+(?:\.\d+)?", text)])[-1])) for text in texts]
+    return [questions.compared(response) for response in cell["responses"]]
 
 
 def f1_scores(questions: EvaluationSet, cell: dict) -> np.ndarray:

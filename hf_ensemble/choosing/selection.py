@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import check_positive_integer, is_number
+from ..config import MethodConfig, check_positive_integer, is_number
 from ..dev_set import DevSet, Metric, mean_lengths_of, run_members
 from ..errors import ConfigurationError
 from ..messages import wrong_count
@@ -168,6 +168,25 @@ def select_members(
         is_taken, reason = _judge(row, taken, max_members, max_gap, max_length_ratio)
         table.append(dataclasses.replace(row, is_taken=is_taken, reason=reason))
     return Selection(tuple(table))
+
+
+def ensemble_of(
+    candidates: EnsembleForCausalLM,
+    indices: Sequence[int],
+    method: str | MethodConfig = "unite",
+    weights: Sequence[float] | None = None,
+) -> EnsembleForCausalLM:
+    """Make an ensemble of some members of another one, which share their models and tokenizers.
+
+    Args:
+        candidates: The ensemble whose members they are; not changed.
+        indices: Their places in it, the primary first.
+        method: The method.
+        weights: Mixing weights, one a member that is taken.
+    """
+    every: Any = (candidates.members, candidates.tokenizers, candidates.config.members)
+    models, tokenizers, configs = ([values[i] for i in indices] for values in every)
+    return EnsembleForCausalLM.from_members(models, tokenizers, method, weights, member_configs=configs)
 
 
 def _judge(

@@ -195,6 +195,44 @@ def _eval(parser: argparse.ArgumentParser) -> None:
     add("--responses", type=Path, metavar="FILE", help="all that was written, and what it is worth: .jsonl")
 
 
+def _advise(parser: argparse.ArgumentParser) -> None:
+    """Say whether an ensemble of these members pays, which, and what it costs.
+
+    Examples:
+      hf-ensemble advise --members model-a model-b --data dev.jsonl --max-new-tokens 4
+      hf-ensemble advise --members model-a model-b chat-a --data dev.jsonl --minutes 10 --state-folder state \
+          --max-new-tokens 4 --page advice.html --save advised
+
+    The file is of the forms that `hf-ensemble eval` takes, with at least 20 examples, better some hundred.
+    """
+    add = parser.add_argument_group("what is tried").add_argument
+    add(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar=("FILE", "WORKED"),
+        help="examples, and perhaps a file of worked ones that are put before each",
+    )
+    add("--limit", type=int, metavar="N", help="most examples of the file")
+    add("--marking", choices=("text", "number"), default="text", help="how answers are compared; default: text")
+    add("--measure", choices=DEFAULT_MEASURES, help="default: exact match, accuracy, or bits per byte of texts")
+    add(
+        "--methods",
+        nargs="+",
+        default=[],
+        metavar="METHOD[:KEY=VALUE,…]",
+        help="default: gac, unite, spans of one and of four words",
+    )
+    add = parser.add_argument_group("how it runs").add_argument
+    add("--minutes", type=float, default=10.0, metavar="MINUTES", help="most time, loading aside; default: 10")
+    add("--max-new-tokens", type=int, default=32, metavar="N", help="of an answer; default: 32")
+    _add_batch_size(add)
+    add("--state-folder", metavar="FOLDER", help="keeps what is done, so that the same command goes on")
+    add = parser.add_argument_group("what is written beside the advice").add_argument
+    add("--page", type=Path, metavar="FILE", help="a page with plots: .html")
+    add("--save", metavar="FOLDER", help="save the ensemble that did best there, unless it does not pay")
+
+
 def _serve(parser: argparse.ArgumentParser) -> None:
     """Serve an ensemble as `transformers serve` serves a model.
 
@@ -278,6 +316,7 @@ _COMMANDS: tuple[tuple[Callable[[argparse.ArgumentParser], None], ...], ...] = (
     (_inspect, _add_members, _add_output),
     (_select, _add_members, _add_lengths, _add_output),
     (_eval, _add_members, _add_method),
+    (_advise, _add_members, _add_output),
     (_serve, _add_members, _add_method),
 )
 """The commands, each with what it takes of the arguments that several have."""

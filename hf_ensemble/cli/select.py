@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..choosing.selection import select_members
+from ..choosing.selection import ensemble_of, select_members
 from ..errors import ConfigurationError
 from ..files import read_json_lines
 from ..model import EnsembleForCausalLM
@@ -58,10 +58,5 @@ def _read_responses(path: str) -> Sequence[str]:
 
 
 def _save(args: argparse.Namespace, candidates: EnsembleForCausalLM | None, chosen: Sequence[int]) -> None:
-    if candidates is None:
-        ensemble = arguments.load_ensemble(args, chosen)
-    else:
-        every: Any = (candidates.members, candidates.tokenizers, candidates.config.members)
-        models, tokenizers, configs = ([values[i] for i in chosen] for values in every)
-        ensemble = EnsembleForCausalLM.from_members(models, tokenizers, member_configs=configs)
+    ensemble = arguments.load_ensemble(args, chosen) if candidates is None else ensemble_of(candidates, chosen)
     ensemble.save_pretrained(args.save)

@@ -182,8 +182,8 @@ class Evaluation:
         """One line a result."""
         rows = [["set", "measure", "", "value", "95 %", "to the best member", "95 %", "examples", "seconds"]]
         for result in self.results:
-            value, interval = _written(result.measure, result.estimate)
-            difference, of_difference = _written(result.measure, result.difference, signed=True)
+            value, interval = written(result.measure, result.estimate)
+            difference, of_difference = written(result.measure, result.difference, signed=True)
             of_all = "" if result.count == result.num_examples else f" of {result.num_examples}"
             count = ", ".join([f"{result.count}{of_all}", *_without(result)])
             head = [result.set_name, result.measure, result.system]
@@ -286,8 +286,14 @@ def _record(result: Result) -> dict[str, Any]:
     }
 
 
-def _written(measure: str, estimate: Estimate | None, signed: bool = False) -> tuple[str, str]:
-    """The value and its interval, as its measure is written."""
+def written(measure: str, estimate: Estimate | None, signed: bool = False) -> tuple[str, str]:
+    """Write a value and its interval as tables do.
+
+    Args:
+        measure: Name of the measure.
+        estimate: The estimate; None is written as nothing.
+        signed: Whether it is a difference, with a sign.
+    """
     if estimate is None:
         return "", ""
     factor, digits = measure_of(measure).factor, measure_of(measure).digits
@@ -299,7 +305,7 @@ def _written(measure: str, estimate: Estimate | None, signed: bool = False) -> t
 
 
 def _cell(result: Result) -> str:
-    value, interval = _written(result.measure, result.estimate)
+    value, interval = written(result.measure, result.estimate)
     text = f"{value} ({interval})" if interval else value
     difference = result.difference
     if difference is not None and (difference.low > 0 or difference.high < 0):

@@ -72,6 +72,18 @@ class EvaluationSet:
             response = response.partition(stop)[0]
         return response
 
+    def compared(self, response: str) -> str:
+        """What of a response is compared with others: its answer normalised, as it is if nothing is left, or its number.
+
+        Args:
+            response: What was written after the prompt.
+        """
+        answer = self.answer(response)
+        if self.marking == "number":
+            found = _NUMBER.findall(answer)
+            return str(_number(found[-1])) if found else ""
+        return normalize_answer(answer) or answer.strip()
+
     def is_right(self, response: str, item: Item) -> bool:
         """Whether a response is one of the accepted answers.
 

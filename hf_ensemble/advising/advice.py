@@ -1,0 +1,220 @@
+"""What advice says: members, ensembles that were tried, and what follows from them."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ..choosing.selection import ensemble_of
+from ..config import MethodConfig
+from ..errors import ConfigurationError
+from ..evaluation.estimates import Estimate
+from ..evaluation.results import written
+from ..files import check_ending, whole_file
+from ..model import EnsembleForCausalLM
+from ..tables import aligned
+
+
+@dataclass(frozen=True)
+class TriedMember:
+    """One member alone.
+
+    Attributes:
+        index: Its place among the members as they were given.
+        name: Its name.
+        estimate: Its value with the interval.
+        count: Number of examples that it ran on.
+        seconds: Seconds an example.
+        num_bytes: Bytes of its weights.
+        reason: Why it is taken or left, as `select_members` says it.
+    """
+
+    index: int
+    name: str
+    estimate: Estimate
+    count: int
+    seconds: float
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class TriedEnsemble:
+    """One ensemble that was tried.
+
+    Attributes:
+        indices: Places of its members as they were given, the primary first.
+        members: Their names.
+        method: Its method.
+        weights: Their mixing weights, of sum 1.
+        estimate: Its value with the interval.
+        difference: The value less the best member's, over the examples that both ran on.
+        count: Number of examples that it ran on.
+        seconds: Seconds an example.
+        num_bytes: Bytes of its members' weights, shared ones once.
+    """
+
+    indices: tuple[int, ...]
+    members: tuple[str, ...]
+    method: MethodConfig
+    weights: tuple[float, ...]
+    estimate: Estimate
+    difference: Estimate
+    count: int
+    seconds: float
+    num_bytes: int
+
+    @property
+    def title(self) -> str:
+        """Method, weights and members."""
+        return f"{self.spelled} of {' and '.join(self.members)}"
+
+    @property
+    def spelled(self) -> str:
+        """Method and weights as `hf-ensemble eval --also` takes them."""
+        weights = f"@{','.join(f'{weight:.3g}' for weight in self.weights)}"
+        return spelled(self.method) + (weights if self.method.decides == "tokens" else "")
+
+
+def spelled(method: MethodConfig) -> str:
+    """A method as the command line takes it: its name, and the options that are not the defaults.
+
+    Args:
+        method: The method.
+    """
+    options = dataclasses.fields(method)
+    plain = type(method)()
+    own = [f"{o.name}={getattr(method, o.name)}" for o in options if getattr(method, o.name) != getattr(plain, o.name)]
+    return ":".join([method.name, *([",".join(own)] if own else [])])
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Whether an ensemble pays; `str()` says it in words and tables, `write_page` with plots.
+
+    Attributes:
+        pays: True if the gain's interval is above 0, False if there is no gain, None if it is not decided.
+        reason: The answer in words.
+        gain: By how much the ensemble that is chosen is above the member that is best, on examples that it was not chosen
+            on; None if no ensemble was tried.
+        members: The members, the best first.
+        ensembles: The ensembles, the best first.
+        set_name: Name of the set.
+        measure: What was measured.
+        num_examples: Number of examples in the set.
+        differing: Share of the examples on which the chosen ensemble's members (without one, the best two) differ.
+        either: Value of whoever picked the better of these members' answers every time.
+        shared: How much of their vocabularies and words the members share, in words.
+    """
+
+    pays: bool | None
+    reason: str
+    gain: Estimate | None
+    members: tuple[TriedMember, ...]
+    ensembles: tuple[TriedEnsemble, ...]
+    set_name: str
+    measure: str
+    num_examples: int
+    differing: float
+    either: float
+    shared: str
+
+    @property
+    def chosen(self) -> TriedEnsemble | None:
+        """The ensemble that did best; None if none was tried."""
+        return self.ensembles[0] if self.ensembles else None
+
+    def build(self, ensemble: EnsembleForCausalLM) -> EnsembleForCausalLM:
+        """Make the chosen ensemble.
+
+        Args:
+            ensemble: That of all members, which the advice is about; not changed, and its models are shared.
+
+        Raises:
+            ConfigurationError: If no ensemble was tried.
+        """
+        if self.chosen is None:
+            raise ConfigurationError(f"there is no ensemble to make: {self.reason}")
+        return ensemble_of(ensemble, self.chosen.indices, self.chosen.method, list(self.chosen.weights))
+
+    def __str__(self) -> str:
+        """The answer, and what it rests on."""
+        parts = [f"Does it pay? {self.reason}", aligned(self.member_rows())]
+        if self.ensembles:
+            parts.append(aligned(self.ensemble_rows()))
+        return "\n\n".join([*parts, "\n".join(self.remarks())])
+
+    def member_rows(self) -> list[list[str]]:
+        """The table of the members, its head first."""
+        rows = [["member", self.measure, "95 %", "examples", "s/example", "weights, GiB", ""]]
+        for one in self.members:
+            value, interval = written(self.measure, one.estimate)
+            rows.append(
+                [one.name, value, interval, f"{one.count}", f"{one.seconds:.3f}", _gib(one.num_bytes), one.reason]
+            )
+        return rows
+
+    def ensemble_rows(self) -> list[list[str]]:
+        """The table of the ensembles, its head first."""
+        rows = [["ensemble", "of", self.measure, "95 %", "to the best member", "95 %", "examples", "s/example"]]
+        for one in self.ensembles:
+            value, interval = written(self.measure, one.estimate)
+            difference, of_difference = written(self.measure, one.difference, signed=True)
+            own = [one.spelled, " + ".join(one.members), value, interval, difference, of_difference]
+            rows.append([*own, f"{one.count}", f"{one.seconds:.3f}"])
+        return rows
+
+    def remarks(self) -> list[str]:
+        """What the tables do not say, a sentence each."""
+        value, _ = written(self.measure, Estimate(self.either, math.nan, math.nan))
+        who = " and ".join(self.chosen.members if self.chosen else [member.name for member in self.members[:2]])
+        found = [
+            f"{who} differ on {100 * self.differing:.0f} % of the examples; whoever picked the better answer every time "
+            f"would reach {value}.",
+            self.shared,
+        ]
+        if self.chosen is not None and self.pays is not False:
+            chosen, best = self.chosen, self.members[0]
+            found.append(
+                f"It takes {chosen.seconds / best.seconds:.1f} times as long as {best.name} alone, and "
+                f"{chosen.num_bytes / best.num_bytes:.1f} times the memory for weights."
+            )
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON values; a number that is not finite is None."""
+        values: dict[str, Any] = dataclasses.asdict(self)
+        for own, tried in zip(values["ensembles"], self.ensembles, strict=True):
+            own["method"] = tried.method.to_dict()
+        return {name: _plain(value) for name, value in values.items()}
+
+    def write_page(self, path: str | PathLike[str]) -> None:
+        """Write a page that needs no network: the answer, the tables, and plots of values and of what they cost.
+
+        Args:
+            path: The file, which ends in `.html`.
+
+        Raises:
+            ConfigurationError: If it ends otherwise, or lies in no folder.
+        """
+        from .page import advice_page
+
+        check_ending(Path(path), (".html",))
+        with whole_file(path) as unfinished:
+            unfinished.write_text(advice_page(self), "utf-8")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

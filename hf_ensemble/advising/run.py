@@ -1,0 +1,225 @@
+"""Whether an ensemble of given members pays: what is tried, and what follows from it."""
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from ..choosing.prompt_weights import weights_from_scores
+from ..choosing.selection import select_members
+from ..config import MethodConfig, is_number, method_config
+from ..errors import ConfigurationError
+from ..evaluation import EvaluationSet, read_set
+from ..evaluation.estimates import Estimate
+from ..evaluation.measures import DEFAULT_MEASURES, measure_of
+from ..evaluation.results import written
+from ..methods import GacConfig, SweetSpanConfig, UniteConfig
+from ..model import EnsembleForCausalLM
+from .advice import Advice, TriedEnsemble, TriedMember, spelled
+from .honest_gain import examples_to_decide
+from .trial import Plan, Trial
+
+_MEASURE_OF = {"questions": "exact match", "choices": "accuracy", "texts": "bits per byte"}
+
+LEAST_EXAMPLES = 20
+
+FIRST_METHODS = (GacConfig(), UniteConfig(), SweetSpanConfig(span_length=1), SweetSpanConfig())
+
+_SHARES_OF_THE_BEST = (0.6, 0.4, 0.75)
+"""Weights of the best member that are tried, the others sharing the rest."""
+
+
+def advise(
+    ensemble: EnsembleForCausalLM,
+    data: EvaluationSet | str | PathLike[str] | Iterable[Mapping[str, Any]],
+    *,
+    measure: str | None = None,
+    methods: Sequence[str | MethodConfig] = FIRST_METHODS,
+    minutes: float = 10.0,
+    max_new_tokens: int = 32,
+    batch_size: int = 8,
+    state_folder: str | PathLike[str] | None = None,
+) -> Advice:
+    """Say whether an ensemble of these members pays: try it on examples like those that it is for.
+
+    1. Every member runs alone (`evaluate`), which tells the best, who comes near (`select_members`) and where they differ.
+    2. The methods run with equal weights: on the best two members, and on all that come near if these are more.
+    3. Weights are tried for the best of the methods that take some: by the members' values (`weights_from_scores`), and
+       more or less for the best member.
+
+    It pays if the interval of the gain (95 %) is above 0: the gain of the ensemble that does best over the member that does
+    best, on examples that the ensemble was not chosen on. It does not pay if there is no gain. Otherwise it is not decided,
+    and the advice says how many examples that would take. Intervals count examples as independent of each other.
+
+    Args:
+        ensemble: All members; not changed.
+        data: The development set, or what `read_set` reads: some hundred examples, at least 20.
+        measure: What counts: `"exact match"` or `"F1"` of questions, `"accuracy"` or `"normalized accuracy"` of choices,
+            or `"bits per byte"`. Default: exact match, accuracy, or bits per byte of texts.
+        methods: The methods to try. DeePEn is not among the first: where it was measured it took the most time and gained
+            nothing.
+        minutes: Most time, loading aside. What does not end in time runs on fewer examples, drawn at random.
+        max_new_tokens: Most ids of a written answer.
+        batch_size: Number of texts that run together.
+        state_folder: Where everything that is finished is kept, so that the same call goes on; made if it is not there.
+
+    Raises:
+        ConfigurationError: Before anything runs, if an argument is no good; later, if the time is too short.
+        MemberError: If a member fails; what was finished is kept.
+    """
+    if not (is_number(minutes) and 0 < minutes < math.inf):
+        raise ConfigurationError(f"`minutes` has to be a positive number, but is {minutes!r}.")
+    stop_at = time.monotonic() + 60 * minutes
+    questions = data if isinstance(data, EvaluationSet) else read_set(data)
+    measure = _MEASURE_OF[questions.kind] if measure is None else measure
+    if measure not in DEFAULT_MEASURES or not measure_of(measure).is_for(questions):
+        fitting = [name for name in DEFAULT_MEASURES if measure_of(name).is_for(questions)]
+        raise ConfigurationError(
+            f"`measure` has to be one of {', '.join(fitting)} for {questions.name!r}, a set of {questions.kind}, but is "
+            f"{measure!r}. Where nothing is worth something by itself, as in BLEU, nothing can be told apart."
+        )
+    configs = [method_config(method) for method in methods]
+    if not configs:
+        raise ConfigurationError("`methods` have to be at least one.")
+    _check(ensemble, questions)
+    if measure_of(measure).work == "score":
+        # Of methods by which texts are equally likely whatever the options, one is enough.
+        configs = list({type(m) if m.likelihoods_ignore_options else spelled(m): m for m in configs}.values())
+    options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    trial = Trial(ensemble, questions, measure, options, state_folder)
+    trial.run_members(0.4 * (stop_at - time.monotonic()))
+    if len(trial.places) < LEAST_EXAMPLES:
+        raise ConfigurationError(
+            f"in that time all members ran on {len(trial.places)} examples, which tell nothing apart: give more `minutes`, "
+            "a larger `batch_size`, or fewer members."
+        )
+    nearness = _nearness(trial)
+    equal = [(group, (1 / len(group),) * len(group)) for group in _groups(trial, nearness)]
+    plans = [Plan(group, method, weights) for group, weights in equal for method in configs]
+    trial.run_ensembles(plans, 0.65 * (stop_at - time.monotonic()))
+    trial.run_ensembles(_weighed(trial), stop_at - time.monotonic())
+    return _conclude(trial, nearness)
+
+
+def _check(ensemble: EnsembleForCausalLM, questions: EvaluationSet) -> None:
+    names = [view.name for view in ensemble.member_views]
+    if len(set(names)) < max(2, len(names)):
+        raise ConfigurationError(
+            f"advice needs two members or more, with different names, but got {', '.join(map(repr, names))}. Give others, "
+            "or other names with `MemberConfig(name=...)`."
+        )
+    if len(questions.items) < LEAST_EXAMPLES:
+        raise ConfigurationError(
+            f"{questions.name!r} has {len(questions.items)} examples, which tell nothing apart: give at least "
+            f"{LEAST_EXAMPLES}, better some hundred."
+        )
+
+
+def _nearness(trial: Trial) -> dict[int, tuple[bool, str]]:
+    """For each member whether it comes near the best, and in what words."""
+    values = [ran.estimate.value for ran in trial.members]
+    best = trial.order[0]
+    if trial.sign < 0:
+        gaps = [value - values[best] for value in values]
+        return {m: (True, f"{gap:.3f} above {trial.names[best]}" if gap else "the best") for m, gap in enumerate(gaps)}
+    # Points, even where nobody has one.
+    table = select_members(trial.names, scores=[100 * v for v in values], responses=trial.responses).table
+    return {row.index: (row.is_taken, row.reason) for row in table}
+
+
+def _groups(trial: Trial, nearness: Mapping[int, tuple[bool, str]]) -> list[tuple[int, ...]]:
+    """Which members to try together, the best first: the best two that differ, and all that come near."""
+    best, *others = trial.order
+    others = [member for member in others if trial.differing((best, member))]
+    near = [member for member in others if nearness[member][0]]
+    return list(dict.fromkeys(group for group in ((best, *others[:1]), (best, *near)) if len(group) > 1))
+
+
+def _compared(trial: Trial) -> list[Plan]:
+    """The ensembles that ran on enough examples to be compared, the best first."""
+    most = max((len(ran.values) for ran in trial.ensembles.values()), default=0)
+    found = [plan for plan, ran in trial.ensembles.items() if 2 * len(ran.values) > most]
+    return sorted(found, key=lambda plan: -trial.sign * trial.difference(trial.ensembles[plan]).value)
+
+
+def _weighed(trial: Trial) -> list[Plan]:
+    """Weights to try, for the best of the ensembles whose members have some."""
+    best = next((plan for plan in _compared(trial) if plan.method.decides == "tokens"), None)
+    if best is None:
+        return []
+    count = len(best.indices)
+    values = [trial.members[m].estimate.value for m in best.indices]
+    weights = [] if trial.sign < 0 or not any(values) else [tuple(weights_from_scores(values))]
+    weights += [(share, *[(1 - share) / (count - 1)] * (count - 1)) for share in _SHARES_OF_THE_BEST]
+    return [Plan(best.indices, best.method, own) for own in weights]
+
+
+def _conclude(trial: Trial, nearness: Mapping[int, tuple[bool, str]]) -> Advice:
+    plans = _compared(trial)
+    ensembles = [_tried(trial, plan) for plan in plans]
+    gain = None
+    pays: bool | None = False
+    reason = f"No: {' and '.join(trial.names)} answer all alike, so that together they are one member."
+    if plans:
+        gain, count = trial.gain(plans)
+        pays, reason = _verdict(trial, ensembles[0], gain, count)
+    group = plans[0].indices if plans else trial.order[:2]
+    members = [
+        TriedMember(
+            index=m,
+            name=trial.names[m],
+            estimate=trial.members[m].estimate,
+            count=len(trial.members[m].values),
+            seconds=trial.members[m].seconds,
+            num_bytes=trial.num_bytes([m]),
+            reason=nearness[m][1],
+        )
+        for m in trial.order
+    ]
+    return Advice(
+        pays=pays,
+        reason=reason,
+        gain=gain,
+        members=tuple(members),
+        ensembles=tuple(ensembles),
+        set_name=trial.questions.name,
+        measure=trial.measure,
+        num_examples=len(trial.questions.items),
+        differing=trial.differing(group),
+        either=trial.either(group),
+        shared=trial.ensemble.compatibility().summary,
+    )
+
+
+def _tried(trial: Trial, plan: Plan) -> TriedEnsemble:
+    ran = trial.ensembles[plan]
+    return TriedEnsemble(
+        indices=plan.indices,
+        members=tuple(trial.names[m] for m in plan.indices),
+        method=plan.method,
+        weights=plan.weights,
+        estimate=ran.estimate,
+        difference=trial.difference(ran),
+        count=len(ran.values),
+        seconds=ran.seconds,
+        num_bytes=trial.num_bytes(plan.indices),
+    )
+
+
+def _verdict(trial: Trial, first: TriedEnsemble, gain: Estimate, count: int) -> tuple[bool | None, str]:
+    """Whether it pays, and the answer in words."""
+    best = trial.names[trial.order[0]]
+    value, interval = written(trial.measure, gain, signed=True)
+    unit = "bits a byte" if trial.sign < 0 else "points"
+    measured = f"{value} {unit} (95 %: {interval}) on {count} examples, none of which the choice was made on"
+    least = min(trial.sign * gain.low, trial.sign * gain.high)
+    if least > 0:
+        return True, f"Yes: {first.title} against {best}, the best member: {measured}."
+    if not trial.sign * gain.value > 0:
+        return False, f"No: nothing that was tried is above {best}, the best member: {measured}."
+    enough = examples_to_decide(gain, count)
+    return None, (
+        f"Not decided: {first.title} did best, but against {best}, the best member, it is {measured}. About {enough:,} "
+        "examples would tell, if the gain is what it seems."
+    )

@@ -1,0 +1,181 @@
+"""Running members alone and together on one set, and keeping what each example was worth."""
+
+from collections.abc import Iterable, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..choosing.selection import ensemble_of
+from ..config import MethodConfig
+from ..evaluation import Configuration, Evaluation, EvaluationSet, Item, evaluate
+from ..evaluation.estimates import Estimate, ratio
+from ..evaluation.measures import measure_of
+from ..model import EnsembleForCausalLM
+from .honest_gain import honest_gain
+
+
+class Plan(NamedTuple):
+    """An ensemble to try.
+
+    Attributes:
+        indices: Places of its members as they were given, the primary first.
+        method: Its method.
+        weights: Their weights.
+    """
+
+    indices: tuple[int, ...]
+    method: MethodConfig
+    weights: tuple[float, ...]
+
+
+class Ran(NamedTuple):
+    """What a member or an ensemble came to.
+
+    Attributes:
+        estimate: Its value.
+        seconds: Seconds an example.
+        values: What each example that ran is worth, by its place in the set: bits, or a value from 0 to 1.
+    """
+
+    estimate: Estimate
+    seconds: float
+    values: dict[int, float]
+
+
+class Trial:
+    """What has run of members and ensembles on a set.
+
+    Args:
+        ensemble: All members.
+        questions: The set.
+        measure: What counts.
+        options: Options of `evaluate`.
+        state_folder: Where finished work is kept; made if it is not there.
+
+    Attributes:
+        names: The members' names.
+        sign: 1 where more is better, -1 where less is.
+        members: What each member alone came to.
+        order: Their places, the best first.
+        places: Places of the examples that all of them ran on.
+        responses: What each wrote to these; None where nothing is written.
+        ensembles: What each ensemble came to.
+    """
+
+    def __init__(
+        self,
+        ensemble: EnsembleForCausalLM,
+        questions: EvaluationSet,
+        measure: str,
+        options: dict[str, Any],
+        state_folder: str | PathLike[str] | None,
+    ):
+        self.ensemble, self.questions, self.measure = ensemble, questions, measure
+        self.names = [view.name for view in ensemble.member_views]
+        self.sign = measure_of(measure).sign
+        self.ensembles: dict[Plan, Ran] = {}
+        self._options = {**options, "measures": [measure]}
+        self._folder = None if state_folder is None else Path(state_folder)
+        # Bits are compared as a sum over a sum of bytes, everything else as a mean.
+        self._sizes = np.array([_num_bytes(item) if self.sign < 0 else 1 for item in questions.items], dtype=float)
+        self._most = np.inf if self.sign < 0 else 1.0
+
+    def run_members(self, seconds: float) -> None:
+        """Run every member alone.
+
+        Args:
+            seconds: Most seconds.
+        """
+        found = self._evaluate(self.ensemble, {}, seconds, "members", members=True)
+        self.members = [self._ran(found, name) for name in self.names]
+        self.order = sorted(range(len(self.names)), key=lambda m: -self.sign * self.members[m].estimate.value)
+        self.places = sorted(set.intersection(*(set(ran.values) for ran in self.members)))
+        texts = [found.responses.get((self.questions.name, name), []) for name in self.names]
+        self.responses = [[own[n] or "" for n in self.places] for own in texts] if all(texts) else None
+
+    def run_ensembles(self, plans: Iterable[Plan], seconds: float) -> None:
+        """Run ensembles, those aside that ran before.
+
+        Args:
+            plans: The ensembles.
+            seconds: Most seconds.
+        """
+        new = {str(n): plan for n, plan in enumerate(dict.fromkeys(plans)) if plan not in self.ensembles}
+        if not new:
+            return
+        configurations = {}
+        for key, plan in new.items():
+            # Whoever is left out has no weight, and does not run.
+            weight_of = dict(zip(plan.indices, plan.weights, strict=True))
+            configurations[key] = Configuration(plan.method, [weight_of.get(m, 0.0) for m in self.order])
+        together = ensemble_of(self.ensemble, self.order)
+        # What is kept is of members in one order.
+        found = self._evaluate(together, configurations, seconds, f"ensembles-{'-'.join(map(str, self.order))}")
+        self.ensembles |= {plan: self._ran(found, key) for key, plan in new.items()}
+
+    def _evaluate(
+        self,
+        ensemble: EnsembleForCausalLM,
+        configurations: dict[str, Configuration],
+        seconds: float,
+        name: str,
+        members: bool = False,
+    ) -> Evaluation:
+        options = {**self._options, "members": members, "time_limit": max(seconds, 1e-3)}
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            options["state_file"] = self._folder / f"{name}.jsonl"
+        return evaluate(ensemble, self.questions, configurations=configurations, **options)
+
+    def _ran(self, found: Evaluation, name: str) -> Ran:
+        key = (self.questions.name, self.measure, name)
+        result = found[key]
+        values = {n: value * self._sizes[n] for n, value in found.values(*key).items()}
+        return Ran(result.estimate, result.seconds / max(1, result.count), values)
+
+    def difference(self, ran: Ran) -> Estimate:
+        """What was measured less the best member's, over the examples that both ran on."""
+        best = self.members[self.order[0]].values
+        both = sorted(set(ran.values) & set(best))
+        return ratio([ran.values[n] - best[n] for n in both], self._sizes[both].tolist(), -self._most, self._most)
+
+    def gain(self, plans: Sequence[Plan]) -> tuple[Estimate, int]:
+        """What choosing among ensembles brings, and on how many examples that was measured.
+
+        Args:
+            plans: The ensembles; they have run.
+        """
+        ran = [self.ensembles[plan] for plan in plans]
+        places = [n for n in self.places if all(n in one.values for one in ran)]
+        best = self.members[self.order[0]]
+        member, *ensembles = (np.array([self.sign * one.values[n] for n in places]) for one in (best, *ran))
+        found = honest_gain(member, np.stack(ensembles), self._sizes[places], self._most)
+        # Where less is better, the greatest gain is the lowest difference.
+        return found if self.sign > 0 else Estimate(-found.value, -found.high, -found.low), len(places)
+
+    def differing(self, members: Sequence[int]) -> float:
+        """Share of the examples on which members give different answers, or do unequally well."""
+        columns = [self._answers(member) for member in members]
+        return sum(len(set(answers)) > 1 for answers in zip(*columns, strict=True)) / len(self.places)
+
+    def _answers(self, member: int) -> list[Any]:
+        if self.responses is None:
+            return [self.members[member].values[n] for n in self.places]
+        return [self.questions.compared(response) for response in self.responses[member]]
+
+    def either(self, members: Sequence[int]) -> float:
+        """The value of whoever picked the better of the members' answers every time."""
+        best = [self.sign * max(self.sign * self.members[m].values[n] for m in members) for n in self.places]
+        return float(np.sum(best) / self._sizes[self.places].sum())
+
+    def num_bytes(self, members: Sequence[int]) -> int:
+        """Bytes of members' weights, shared ones once."""
+        models = [self.ensemble.members[m] for m in members]
+        weights = {tensor.data_ptr(): tensor for model in models for tensor in model.parameters()}
+        return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+
+def _num_bytes(item: Item) -> int:
+    return len(item.continuations[item.right].encode())

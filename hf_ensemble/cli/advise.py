@@ -1,0 +1,53 @@
+"""`hf-ensemble advise`: whether an ensemble of given members pays."""
+
+import argparse
+from pathlib import Path
+
+from ..advising import advise
+from ..advising.run import FIRST_METHODS
+from ..evaluation import read_set
+from ..files import check_ending
+from . import arguments
+from .eval import read_configuration
+from .parsers import UsageError
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the advice, the page, and the ensemble that is advised.
+
+    Raises:
+        UsageError: If arguments do not go together, or the folder to save to exists.
+    """
+    if args.save is not None and Path(args.save).exists():
+        raise UsageError(f"`--save {args.save}` exists already: name a folder that does not.")
+    if args.page is not None:
+        check_ending(args.page, (".html",))
+    tried = [read_configuration(text) for text in args.methods]
+    if any(weights is not None for _, weights in tried):
+        raise UsageError("`--methods` takes no weights: those of members are tried by themselves.")
+    path, *worked = args.data
+    if len(worked) > 1:
+        raise UsageError(f"`--data` takes one file or two, but got {len(args.data)}.")
+    questions = read_set(path, worked_examples=worked[0] if worked else None, limit=args.limit, marking=args.marking)
+    ensemble = arguments.load_ensemble(args)
+    advice = advise(
+        ensemble,
+        questions,
+        measure=None if args.measure is None else args.measure.replace("_", " "),
+        methods=[method for method, _ in tried if method is not None] or FIRST_METHODS,
+        minutes=args.minutes,
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size,
+        state_folder=args.state_folder,
+    )
+    if args.page is not None:
+        advice.write_page(args.page)
+    saved = ""
+    if args.save is not None:
+        if advice.pays is False:
+            saved = "\n\nNothing is saved, since it does not pay."
+        else:
+            advice.build(ensemble).save_pretrained(args.save)
+            saved = f"\n\nSaved in {args.save}."
+    with arguments.output(args) as write:
+        write(advice.to_dict(), f"{advice}{saved}")

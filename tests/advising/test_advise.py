@@ -1,0 +1,247 @@
+"""Advice on tiny members whose answers are given, and on tiny members that run."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from hf_ensemble import ConfigurationError, EnsembleForCausalLM, MemberConfig, MemberError, advise
+from hf_ensemble.advising.advice import spelled
+from hf_ensemble.evaluation import read_set
+from tests.contracts import Recipe
+
+NUM = 200
+
+
+def questions(count=NUM):
+    return [{"prompt": f"Question {n}:", "answers": [f"word{n}"]} for n in range(count)]
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    made = Recipe((("llama", "smol"), ("gemma3", "gemma"), ("llama", "smol"))).ensemble
+    configs = [MemberConfig(path=f"somewhere/{name}", name=name) for name in ("first", "second", "third")]
+    return EnsembleForCausalLM.from_members(made.members, made.tokenizers, member_configs=configs)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Gives right answers to the examples for which a rule holds; other wrong ones from each member.
+
+    Rules, by a member's name or a method's: from the number of an example to whether the answer is right.
+    """
+    rules, calls = {}, []
+
+    def run_batches(model, prompts, *, batch_size, method=None, weights=None, **options):
+        names = [member.name for member in model.member_views]
+        who = names[0] if len(names) == 1 else method.name
+        for start in range(0, len(prompts), batch_size):
+            batch = [int(re.search(r"\d+", prompt)[0]) for prompt in prompts[start : start + batch_size]]
+            calls.append((who, tuple(weights or ()), batch))
+            yield [f" word{n}" if rules[who](n) else f" {who}" for n in batch]
+
+    monkeypatch.setattr("hf_ensemble.evaluation.run.run_batches", run_batches)
+    return rules, calls
+
+
+def set_rules(rules, first, second, third, together):
+    rules.update(first=first, second=second, third=third, gac=together, unite=together, sweetspan=together)
+
+
+def test_it_pays(ensemble, scripted):
+    rules, calls = scripted
+    set_rules(rules, lambda n: n % 10 < 5, lambda n: n % 10 < 6, lambda n: n % 10 < 1, lambda n: n % 10 < 8)
+    advice = advise(ensemble, questions())
+    assert advice.pays is True
+    assert advice.reason.startswith("Yes: ")
+    assert advice.gain.value == pytest.approx(0.2, abs=0.01)
+    assert advice.gain.low > 0
+    assert [member.name for member in advice.members] == ["second", "first", "third"]
+    assert "more than 10" in advice.members[2].reason
+    chosen = advice.chosen
+    assert chosen.members == ("second", "first")
+    assert chosen.indices == (1, 0)
+    assert chosen.difference.value == pytest.approx(0.2)
+    # Both are wrong on 40 % and write other things then; only the second is right on 10 %.
+    assert advice.differing == pytest.approx(0.5)
+    assert advice.either == pytest.approx(0.6)
+    assert {one.members for one in advice.ensembles} == {("second", "first")}
+    # Equal weights, weights by values, and three more, for a method that takes some.
+    weights = [one.weights for one in advice.ensembles if one.method.name == "gac"]
+    assert (0.5, 0.5) in weights
+    assert any(own == pytest.approx((0.6 / 1.1, 0.5 / 1.1)) for own in weights)
+    assert {own[2] for who, own, _ in calls if who == "gac"} == {0.0}
+    text = str(advice)
+    for part in ("+20.0 points", "second and first differ on 50 %", "60.0"):
+        assert part in text
+    built = advice.build(ensemble)
+    assert [member.name for member in built.member_views] == ["second", "first"]
+    assert built.config.method == chosen.method
+    assert built.config.weights == pytest.approx(list(chosen.weights))
+
+
+def test_it_does_not_pay(ensemble, scripted):
+    rules, _ = scripted
+    set_rules(rules, lambda n: n % 10 < 5, lambda n: n % 10 < 8, lambda n: False, lambda n: n % 10 < 7)
+    advice = advise(ensemble, questions())
+    assert advice.pays is False
+    assert advice.reason.startswith("No: nothing that was tried is above second")
+    assert "times as long" not in str(advice)
+
+
+def test_it_is_not_decided(ensemble, scripted):
+    rules, _ = scripted
+    set_rules(rules, lambda n: n % 2 == 0, lambda n: n % 4 < 2, lambda n: False, lambda n: n % 2 == 0 or n == 1)
+    advice = advise(ensemble, questions(60))
+    assert advice.pays is None
+    assert advice.gain.low < 0 < advice.gain.high
+    enough = int(re.search(r"About ([\d,]+) examples", advice.reason)[1].replace(",", ""))
+    assert enough > 60
+
+
+def test_members_that_answer_alike_are_one(ensemble, scripted):
+    rules, calls = scripted
+    set_rules(rules, lambda n: True, lambda n: True, lambda n: True, lambda n: True)
+    advice = advise(ensemble, questions())
+    assert advice.pays is False
+    assert "all alike" in advice.reason
+    assert advice.chosen is None
+    assert advice.gain is None
+    assert {who for who, *_ in calls} == {"first", "second", "third"}
+    with pytest.raises(ConfigurationError, match="no ensemble to make: No: "):
+        advice.build(ensemble)
+
+
+def test_three_that_come_near_are_tried_together_too(ensemble, scripted):
+    rules, _ = scripted
+    rules.update({name: lambda n, k=k: n % 10 != k for k, name in enumerate(("first", "second", "third"))})
+    rules.update(dict.fromkeys(("gac", "unite", "sweetspan"), lambda n: True))
+    advice = advise(ensemble, questions())
+    assert {len(one.members) for one in advice.ensembles} == {2, 3}
+
+
+def test_work_goes_on(ensemble, scripted, tmp_path):
+    rules, calls = scripted
+    set_rules(rules, lambda n: n % 10 < 5, lambda n: n % 10 < 6, lambda n: False, lambda n: n % 10 < 8)
+    stopping = rules["unite"]
+
+    def stop(n):
+        raise MemberError("member 'second' ran out of memory.")
+
+    rules["unite"] = stop
+    with pytest.raises(MemberError, match="second"):
+        advise(ensemble, questions(), state_folder=tmp_path / "state", batch_size=50)
+    before = len(calls)
+    rules["unite"] = stopping
+    again = advise(ensemble, questions(), state_folder=tmp_path / "state", batch_size=50)
+    members = {who for who, *_ in calls[before:]}
+    assert not members & {"first", "second", "third"}
+    assert again.pays is True
+    before = len(calls)
+    third = advise(ensemble, questions(), state_folder=tmp_path / "state", batch_size=50)
+    assert (third.gain, third.chosen.title) == (again.gain, again.chosen.title)
+    assert len(calls) == before
+
+
+@pytest.mark.parametrize("count", [0, 2, 19])
+def test_too_few_examples_are_refused(ensemble, count):
+    with pytest.raises(ConfigurationError, match="at least (one example|20)"):
+        advise(ensemble, questions(count))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"minutes": 0}, "`minutes`"),
+        ({"minutes": math.inf}, "`minutes`"),
+        ({"measure": "chrF"}, "`measure` has to be one of exact match"),
+        ({"methods": []}, "`methods`"),
+        ({"methods": ["nonsense"]}, "unknown method 'nonsense'"),
+    ],
+)
+def test_arguments_are_checked_before_anything_runs(ensemble, scripted, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        advise(ensemble, questions(), **options)
+    assert not scripted[1]
+
+
+def test_one_member_or_two_of_one_name_are_refused(ensemble):
+    with pytest.raises(ConfigurationError, match="two members or more"):
+        advise(ensemble.alone(0), questions())
+    configs = [MemberConfig(path="x", name="same"), MemberConfig(path="y", name="same")]
+    pair = EnsembleForCausalLM.from_members(ensemble.members[:2], ensemble.tokenizers[:2], member_configs=configs)
+    with pytest.raises(ConfigurationError, match="'same', 'same'"):
+        advise(pair, questions())
+
+
+def test_no_time_is_said(ensemble, scripted):
+    set_rules(scripted[0], *[lambda n: True] * 4)
+    with pytest.raises(ConfigurationError, match="give more `minutes`"):
+        advise(ensemble, questions(), minutes=1e-9)
+
+
+def test_a_page_is_well_formed_and_escapes_names(ensemble, scripted, tmp_path):
+    rules, _ = scripted
+    set_rules(rules, lambda n: n % 10 < 5, lambda n: n % 10 < 6, lambda n: False, lambda n: n % 10 < 8)
+    advice = advise(ensemble, read_set(questions(), name="<b>@@answer@@</b>"))
+    advice.write_page(tmp_path / "advice.html")
+    text = (tmp_path / "advice.html").read_text("utf-8")
+    assert "&lt;b&gt;@@answer@@" in text
+    assert "<b>" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    open_tags = []
+
+    class Parser(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            if tag not in ("meta", "br"):
+                open_tags.append(tag)
+
+        def handle_startendtag(self, tag, attrs):
+            pass
+
+        def handle_endtag(self, tag):
+            assert open_tags.pop() == tag
+
+    Parser().feed(text)
+    assert not open_tags
+    for one in advice.ensembles:
+        assert text.count(one.title) >= 1
+    with pytest.raises(ConfigurationError, match=r"\.html"):
+        advice.write_page(tmp_path / "advice.txt")
+
+
+def test_everything_is_json(ensemble, scripted):
+    rules, _ = scripted
+    set_rules(rules, lambda n: n % 10 < 5, lambda n: n % 10 < 6, lambda n: False, lambda n: n % 10 < 8)
+    advice = advise(ensemble, questions())
+    values = json.loads(json.dumps(advice.to_dict(), allow_nan=False))
+    assert values["pays"] is True
+    assert values["ensembles"][0]["method"]["name"] == advice.chosen.method.name
+    assert values["members"][0]["estimate"]["value"] == pytest.approx(0.6)
+
+
+def test_methods_are_spelled_as_the_command_line_takes_them():
+    from hf_ensemble import GacConfig, SweetSpanConfig
+
+    assert spelled(GacConfig()) == "gac"
+    assert spelled(SweetSpanConfig(span_length=1)) == "sweetspan:span_length=1"
+
+
+def test_bits_of_texts_on_members_that_run(ensemble):
+    texts = [{"prompt": "The cat", "text": f" sat on {n} mats."} for n in range(24)]
+    pair = EnsembleForCausalLM.from_members(
+        ensemble.members[:2], ensemble.tokenizers[:2], member_configs=ensemble.config.members[:2]
+    )
+    advice = advise(pair, texts, batch_size=24)
+    assert advice.measure == "bits per byte"
+    best, other = advice.members
+    assert best.estimate.value <= other.estimate.value
+    # What both do better at one example at a time is at most what the best does.
+    assert advice.either <= best.estimate.value
+    differences = [one.difference.value for one in advice.ensembles]
+    assert differences == sorted(differences)
+    # All methods by which texts have one likelihood are there once.
+    assert [one.method.name for one in advice.ensembles].count("sweetspan") == 1
+    assert (advice.gain.value < 0) == (advice.pays is not False)

@@ -1,0 +1,50 @@
+"""The gain of choosing is honest: nothing where there is nothing, and what there is where there is something."""
+
+import math
+
+import numpy as np
+import pytest
+
+from hf_ensemble.advising.honest_gain import examples_to_decide, honest_gain
+from hf_ensemble.evaluation import Estimate
+
+
+def drawn(rng, shares, count):
+    """1 or 0 for each example, of shape `(len(shares), count)`."""
+    return (rng.random((len(shares), count)) < np.array(shares)[:, None]).astype(float)
+
+
+def test_the_best_of_many_equals_gains_nothing():
+    """The best of eight looks three points better on 300 examples, and is not."""
+    honest, naive = [], []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        members, ensembles = drawn(rng, [0.5], 300), drawn(rng, [0.5] * 8, 300)
+        naive.append(ensembles.mean(1).max() - members.mean())
+        honest.append(honest_gain(members[0], ensembles, np.ones(300), 1.0))
+    assert np.mean(naive) > 0.03
+    assert abs(np.mean([gain.value for gain in honest])) < 0.02
+    assert np.mean([gain.low > 0 for gain in honest]) < 0.08
+
+
+def test_what_there_is_is_found():
+    found = []
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        members, ensembles = drawn(rng, [0.5], 400), drawn(rng, [0.7, 0.6], 400)
+        found.append(honest_gain(members[0], ensembles, np.ones(400), 1.0))
+    assert np.mean([gain.value for gain in found]) == pytest.approx(0.2, abs=0.02)
+    assert np.mean([gain.low > 0 for gain in found]) > 0.9
+
+
+def test_of_one_member_and_one_ensemble_it_is_the_paired_difference():
+    rng = np.random.default_rng(0)
+    member, ensemble = drawn(rng, [0.5], 50), drawn(rng, [0.6], 50)
+    gain = honest_gain(member[0], ensemble, np.ones(50), 1.0)
+    differences = (ensemble - member)[0]
+    half = 1.959964 * differences.std(ddof=1) / math.sqrt(50)
+    assert gain == pytest.approx((differences.mean(), differences.mean() - half, differences.mean() + half))
+
+
+def test_examples_to_decide():
+    assert examples_to_decide(Estimate(0.02, -0.02, 0.06), 100) == 400
