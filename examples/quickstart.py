@@ -14,6 +14,11 @@ from hf_ensemble import EnsembleForCausalLM
 
 PROMPTS = ["The capital of France is", "Die Hauptstadt von Deutschland ist", "def add(a, b):\n    return"]
 
+WHAT_IT_SHOWS = """\
+This pair shows how it works, not that it pays: Gemma alone is better than SmolLM2, and than both together with equal
+weights. Fine-tuned on the same questions, the two answer more of them together than the better one alone
+(docs/does_it_pay.md). Whether yours do: hf-ensemble advise --members A B --data dev.jsonl"""
+
 
 def main() -> None:
     """Print how each member and two kinds of ensemble go on."""
@@ -36,6 +41,8 @@ def main() -> None:
         print(f"\n{prompt!r}")
         for name, continuations in texts.items():
             print(f"  {name:<24}{continuations[row]!r}")
+    if parser.parse_args().models is None:
+        print(f"\n{WHAT_IT_SHOWS}")
     print("\nThe models, for the README's model-a and model-b:", *models, sep="\n  ")
     print(f"The Python that has everything: {sys.executable}")
 

@@ -139,18 +139,18 @@ def test_the_stages(stage, tmp_path, monkeypatch, capsys):
     assert stage("evaluate", *evaluate, "alone", "gac", *turned, *options) == 0
     capsys.readouterr()
     stage("report", "--no-plots")
-    report = load_script("examples/study/report.py", monkeypatch)
+    groups = load_script("examples/study/groups.py", monkeypatch)
     found = tables(capsys.readouterr().out)
     assert len(found) == 5  # the last of the development set
     rows = {row[0] for row in map(list, (row.values() for table in found for row in table))}
-    assert {*map(report.in_words, systems[1:]), "oracle over members", "GaC, weights 0.6 : 0.4"} <= rows
+    assert {*map(groups.in_words, systems[1:]), "oracle over members", "GaC, weights 0.6 : 0.4"} <= rows
     assert {"SmolLM2, 50 % trained", "Gemma, untuned"} <= {row.removesuffix(", best member") for row in rows}
     assert not (folder / "report" / "gap.svg").exists()
 
     stage("why")
     of_case, of_source, *_ = tables(capsys.readouterr().out)
     assert [row["right, %, of"] for row in of_case] == [
-        report.in_words(cell["system"])
+        groups.in_words(cell["system"])
         for cell in cells
         if cell["task"] == "qamr_test_a" and len(cell["members"]) == 2 and cell["work"] == "write"
     ]
@@ -190,7 +190,7 @@ def test_report_and_why_say_what_is_missing(stage):
 
 
 def test_systems_and_members_in_words(monkeypatch):
-    report = load_script("examples/study/report.py", monkeypatch)
+    groups = load_script("examples/study/groups.py", monkeypatch)
     told = {
         "gac": "GaC",
         "unite@dev": "UniTE, weights from dev scores",
@@ -202,9 +202,9 @@ def test_systems_and_members_in_words(monkeypatch):
         "deepen:num_anchors=none": "DeePEn, all anchors",
         "deepen:num_steps=10": "DeePEn, num_steps=10",
     }
-    assert {system: report.in_words(system) for system in told} == told
+    assert {system: groups.in_words(system) for system in told} == told
     names = ["smollm2-qamr-lora", "smollm2-qamr-lora", "gemma", "gemma-qamr-full-at5"]
-    assert report.member_titles(names) == ["SmolLM2 (1)", "SmolLM2 (2)", "Gemma, untuned", "Gemma, 5 % trained"]
+    assert groups.member_titles(names) == ["SmolLM2 (1)", "SmolLM2 (2)", "Gemma, untuned", "Gemma, 5 % trained"]
 
 
 def test_kinds_of_tokens(monkeypatch):

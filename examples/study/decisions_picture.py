@@ -114,17 +114,12 @@ class Picture:
     def legend(self, titles: Sequence[str]) -> None:
         """Which colour is whose."""
         self.y += 1.6 * LINE
-        x = 12.0
-        for title, color in (
-            *zip(titles, COLORS, strict=False),
-            ("dark: the members wanted different tokens", "#888"),
-        ):
-            self.parts.append(
-                f'<rect x="{x:.0f}" y="{self.y - 11:.0f}" width="12" height="12" rx="2" fill="{color}"/>'
-            )
-            said = title if color == "#888" else f"{title} gave it more"
-            self.parts.append(f'<text x="{x + 18:.0f}" y="{self.y:.0f}" fill="#222">{html.escape(said)}</text>')
-            x += 40 + len(said) * 7.2
+        said = [(f"{title} gave it more", color) for title, color in zip(titles, COLORS, strict=False)]
+        for n, (what, color) in enumerate([*said, ("dark: the members wanted different tokens", "#888")]):
+            y = self.y + n * LINE
+            self.parts.append(f'<rect x="12" y="{y - 11:.0f}" width="12" height="12" rx="2" fill="{color}"/>')
+            self.parts.append(f'<text x="30" y="{y:.0f}" fill="#222">{html.escape(what)}</text>')
+        self.y += len(said) * LINE
 
     def svg(self) -> str:
         """The whole picture."""

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from cells import Key, read_cells
 from evaluate import Ensemble
+from groups import Group, as_markdown, groups_of, in_words
 from marks import answers
-from report import Group, as_markdown, groups_of, in_words
 from torch import Tensor
 from trained import load
 
