@@ -95,10 +95,11 @@ class Advice:
     """Whether an ensemble pays; `str()` says it in words and tables, `write_page` with plots.
 
     Attributes:
-        pays: True if the gain's interval is above 0, False if there is no gain, None if it is not decided.
+        pays: True if the gain's interval is above 0, False if it is below what is worth it, None if it is not decided.
         reason: The answer in words.
         gain: By how much the ensemble that is chosen is above the member that is best, on examples that it was not chosen
             on; None if no ensemble was tried.
+        chosen: The ensemble that is advised: the first of those within a standard error of the best; None if none was tried.
         members: The members, the best first.
         ensembles: The ensembles, the best first.
         set_name: Name of the set.
@@ -112,6 +113,7 @@ class Advice:
     pays: bool | None
     reason: str
     gain: Estimate | None
+    chosen: TriedEnsemble | None
     members: tuple[TriedMember, ...]
     ensembles: tuple[TriedEnsemble, ...]
     set_name: str
@@ -120,11 +122,6 @@ class Advice:
     differing: float
     either: float
     shared: str
-
-    @property
-    def chosen(self) -> TriedEnsemble | None:
-        """The ensemble that did best; None if none was tried."""
-        return self.ensembles[0] if self.ensembles else None
 
     def build(self, ensemble: EnsembleForCausalLM) -> EnsembleForCausalLM:
         """Make the chosen ensemble.
@@ -186,8 +183,10 @@ class Advice:
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values; a number that is not finite is None."""
         values: dict[str, Any] = dataclasses.asdict(self)
-        for own, tried in zip(values["ensembles"], self.ensembles, strict=True):
-            own["method"] = tried.method.to_dict()
+        tried = zip([*values["ensembles"], values["chosen"]], [*self.ensembles, self.chosen], strict=True)
+        for own, one in tried:
+            if one is not None:
+                own["method"] = one.method.to_dict()
         return {name: _plain(value) for name, value in values.items()}
 
     def write_page(self, path: str | PathLike[str]) -> None:

@@ -36,6 +36,7 @@ def advise(
     *,
     measure: str | None = None,
     methods: Sequence[str | MethodConfig] = FIRST_METHODS,
+    least_gain: float = 0.01,
     minutes: float = 10.0,
     max_new_tokens: int = 32,
     batch_size: int = 8,
@@ -48,9 +49,9 @@ def advise(
     3. Weights are tried for the best of the methods that take some: by the members' values (`weights_from_scores`), and
        more or less for the best member.
 
-    It pays if the interval of the gain (95 %) is above 0: the gain of the ensemble that does best over the member that does
-    best, on examples that the ensemble was not chosen on. It does not pay if there is no gain. Otherwise it is not decided,
-    and the advice says how many examples that would take. Intervals count examples as independent of each other.
+    The first of the ensembles that are within a standard error of the best is chosen. It pays if the interval of its gain
+    over the best member (95 %) is above 0, on examples that it was not chosen on. It does not pay if the interval is below
+    `least_gain`. Otherwise it is not decided. Intervals count examples as independent of each other.
 
     Args:
         ensemble: All members; not changed.
@@ -59,6 +60,8 @@ def advise(
             or `"bits per byte"`. Default: exact match, accuracy, or bits per byte of texts.
         methods: The methods to try. DeePEn is not among the first: where it was measured it took the most time and gained
             nothing.
+        least_gain: The gain from which on an ensemble is worth what it costs: 0.01 is one point, or 1 % of the best member's
+            bits per byte.
         minutes: Most time, loading aside. What does not end in time runs on fewer examples, drawn at random.
         max_new_tokens: Most ids of a written answer.
         batch_size: Number of texts that run together.
@@ -70,6 +73,8 @@ def advise(
     """
     if not (is_number(minutes) and 0 < minutes < math.inf):
         raise ConfigurationError(f"`minutes` has to be a positive number, but is {minutes!r}.")
+    if not (is_number(least_gain) and 0 <= least_gain < 1):
+        raise ConfigurationError(f"`least_gain` has to be a number from 0 to 1, but is {least_gain!r}.")
     stop_at = time.monotonic() + 60 * minutes
     questions = data if isinstance(data, EvaluationSet) else read_set(data)
     measure = _MEASURE_OF[questions.kind] if measure is None else measure
@@ -99,7 +104,7 @@ def advise(
     plans = [Plan(group, method, weights) for group, weights in equal for method in configs]
     trial.run_ensembles(plans, 0.65 * (stop_at - time.monotonic()))
     trial.run_ensembles(_weighed(trial), stop_at - time.monotonic())
-    return _conclude(trial, nearness)
+    return _conclude(trial, nearness, least_gain)
 
 
 def _check(ensemble: EnsembleForCausalLM, questions: EvaluationSet) -> None:
@@ -137,17 +142,21 @@ def _groups(trial: Trial, nearness: Mapping[int, tuple[bool, str]]) -> list[tupl
 
 
 def _compared(trial: Trial) -> list[Plan]:
-    """The ensembles that ran on enough examples to be compared, the best first."""
+    """The ensembles that can be compared, in the order in which they were tried.
+
+    They ran on enough examples, and give all of them some probability, which methods that truncate may not.
+    """
     most = max((len(ran.values) for ran in trial.ensembles.values()), default=0)
-    found = [plan for plan, ran in trial.ensembles.items() if 2 * len(ran.values) > most]
-    return sorted(found, key=lambda plan: -trial.sign * trial.difference(trial.ensembles[plan]).value)
+    enough = {plan: ran for plan, ran in trial.ensembles.items() if 2 * len(ran.values) > most}
+    return [plan for plan, ran in enough.items() if all(map(math.isfinite, ran.values.values()))]
 
 
 def _weighed(trial: Trial) -> list[Plan]:
     """Weights to try, for the best of the ensembles whose members have some."""
-    best = next((plan for plan in _compared(trial) if plan.method.decides == "tokens"), None)
-    if best is None:
+    plans = [plan for plan in _compared(trial) if plan.method.decides == "tokens"]
+    if not plans:
         return []
+    best = trial.choose(plans)[0]
     count = len(best.indices)
     values = [trial.members[m].estimate.value for m in best.indices]
     weights = [] if trial.sign < 0 or not any(values) else [tuple(weights_from_scores(values))]
@@ -155,16 +164,21 @@ def _weighed(trial: Trial) -> list[Plan]:
     return [Plan(best.indices, best.method, own) for own in weights]
 
 
-def _conclude(trial: Trial, nearness: Mapping[int, tuple[bool, str]]) -> Advice:
+def _conclude(trial: Trial, nearness: Mapping[int, tuple[bool, str]], least_gain: float) -> Advice:
     plans = _compared(trial)
-    ensembles = [_tried(trial, plan) for plan in plans]
-    gain = None
+    gain, chosen = None, None
     pays: bool | None = False
     reason = f"No: {' and '.join(trial.names)} answer all alike, so that together they are one member."
+    if trial.ensembles:
+        reason = "Not decided: no ensemble gives every example some probability, or there was no time for any."
+        pays = None
     if plans:
-        gain, count = trial.gain(plans)
-        pays, reason = _verdict(trial, ensembles[0], gain, count)
-    group = plans[0].indices if plans else trial.order[:2]
+        plan, gain, count = trial.choose(plans)
+        chosen = _tried(trial, plan)
+        pays, reason = _verdict(trial, chosen, gain, count, least_gain)
+    ensembles = [_tried(trial, plan) for plan, ran in trial.ensembles.items() if ran.values]
+    ensembles.sort(key=lambda one: -trial.sign * one.difference.value)
+    group = chosen.indices if chosen else trial.order[:2]
     members = [
         TriedMember(
             index=m,
@@ -181,6 +195,7 @@ def _conclude(trial: Trial, nearness: Mapping[int, tuple[bool, str]]) -> Advice:
         pays=pays,
         reason=reason,
         gain=gain,
+        chosen=chosen,
         members=tuple(members),
         ensembles=tuple(ensembles),
         set_name=trial.questions.name,
@@ -207,19 +222,23 @@ def _tried(trial: Trial, plan: Plan) -> TriedEnsemble:
     )
 
 
-def _verdict(trial: Trial, first: TriedEnsemble, gain: Estimate, count: int) -> tuple[bool | None, str]:
+def _verdict(
+    trial: Trial, chosen: TriedEnsemble, gain: Estimate, count: int, least_gain: float
+) -> tuple[bool | None, str]:
     """Whether it pays, and the answer in words."""
     best = trial.names[trial.order[0]]
     value, interval = written(trial.measure, gain, signed=True)
     unit = "bits a byte" if trial.sign < 0 else "points"
     measured = f"{value} {unit} (95 %: {interval}) on {count} examples, none of which the choice was made on"
-    least = min(trial.sign * gain.low, trial.sign * gain.high)
+    least, most = sorted((trial.sign * gain.low, trial.sign * gain.high))
     if least > 0:
-        return True, f"Yes: {first.title} against {best}, the best member: {measured}."
-    if not trial.sign * gain.value > 0:
-        return False, f"No: nothing that was tried is above {best}, the best member: {measured}."
-    enough = examples_to_decide(gain, count)
-    return None, (
-        f"Not decided: {first.title} did best, but against {best}, the best member, it is {measured}. About {enough:,} "
-        "examples would tell, if the gain is what it seems."
-    )
+        return True, f"Yes: {chosen.title} against {best}, the best member: {measured}."
+    if most < least_gain * (1 if trial.sign > 0 else trial.members[trial.order[0]].estimate.value):
+        return (
+            False,
+            f"No: of what was tried nothing is worth it. {chosen.title} against {best}, the best member: {measured}.",
+        )
+    text = f"Not decided: {chosen.title} against {best}, the best member: {measured}."
+    if trial.sign * gain.value > 0:
+        text += f" About {examples_to_decide(gain, count):,} examples would tell, if the gain is what it seems."
+    return None, text

@@ -13,7 +13,7 @@ from ..evaluation import Configuration, Evaluation, EvaluationSet, Item, evaluat
 from ..evaluation.estimates import Estimate, ratio
 from ..evaluation.measures import measure_of
 from ..model import EnsembleForCausalLM
-from .honest_gain import honest_gain
+from .honest_gain import first_near_best, honest_gain
 
 
 class Plan(NamedTuple):
@@ -141,19 +141,21 @@ class Trial:
         both = sorted(set(ran.values) & set(best))
         return ratio([ran.values[n] - best[n] for n in both], self._sizes[both].tolist(), -self._most, self._most)
 
-    def gain(self, plans: Sequence[Plan]) -> tuple[Estimate, int]:
-        """What choosing among ensembles brings, and on how many examples that was measured.
+    def choose(self, plans: Sequence[Plan]) -> tuple[Plan, Estimate, int]:
+        """Choose an ensemble, and say what choosing brings, and on how many examples that was measured.
 
         Args:
-            plans: The ensembles; they have run.
+            plans: The ensembles, the simpler ones first; they have run.
         """
         ran = [self.ensembles[plan] for plan in plans]
         places = [n for n in self.places if all(n in one.values for one in ran)]
         best = self.members[self.order[0]]
-        member, *ensembles = (np.array([self.sign * one.values[n] for n in places]) for one in (best, *ran))
-        found = honest_gain(member, np.stack(ensembles), self._sizes[places], self._most)
+        member, *values = (np.array([self.sign * one.values[n] for n in places]) for one in (best, *ran))
+        table = np.stack(values)
+        gain = honest_gain(member, table, self._sizes[places], self._most)
         # Where less is better, the greatest gain is the lowest difference.
-        return found if self.sign > 0 else Estimate(-found.value, -found.high, -found.low), len(places)
+        signed = gain if self.sign > 0 else Estimate(-gain.value, -gain.high, -gain.low)
+        return plans[first_near_best(table)], signed, len(places)
 
     def differing(self, members: Sequence[int]) -> float:
         """Share of the examples on which members give different answers, or do unequally well."""

@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> None:
         questions,
         measure=None if args.measure is None else args.measure.replace("_", " "),
         methods=[method for method, _ in tried if method is not None] or FIRST_METHODS,
+        least_gain=args.least_gain,
         minutes=args.minutes,
         max_new_tokens=args.max_new_tokens,
         batch_size=args.batch_size,

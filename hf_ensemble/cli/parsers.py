@@ -223,6 +223,7 @@ def _advise(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:KEY=VALUE,…]",
         help="default: gac, unite, spans of one and of four words",
     )
+    add("--least-gain", type=float, default=0.01, metavar="GAIN", help="that is worth it; default: 0.01, one point")
     add = parser.add_argument_group("how it runs").add_argument
     add("--minutes", type=float, default=10.0, metavar="MINUTES", help="most time, loading aside; default: 10")
     add("--max-new-tokens", type=int, default=32, metavar="N", help="of an answer; default: 32")
@@ -230,7 +231,7 @@ def _advise(parser: argparse.ArgumentParser) -> None:
     add("--state-folder", metavar="FOLDER", help="keeps what is done, so that the same command goes on")
     add = parser.add_argument_group("what is written beside the advice").add_argument
     add("--page", type=Path, metavar="FILE", help="a page with plots: .html")
-    add("--save", metavar="FOLDER", help="save the ensemble that did best there, unless it does not pay")
+    add("--save", metavar="FOLDER", help="save the chosen ensemble there, unless it does not pay")
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:

@@ -87,7 +87,8 @@ def test_it_does_not_pay(ensemble, scripted):
     set_rules(rules, lambda n: n % 10 < 5, lambda n: n % 10 < 8, lambda n: False, lambda n: n % 10 < 7)
     advice = advise(ensemble, questions())
     assert advice.pays is False
-    assert advice.reason.startswith("No: nothing that was tried is above second")
+    assert advice.reason.startswith("No: of what was tried nothing is worth it")
+    assert "against second, the best member: -10" in advice.reason
     assert "times as long" not in str(advice)
 
 
@@ -99,6 +100,13 @@ def test_it_is_not_decided(ensemble, scripted):
     assert advice.gain.low < 0 < advice.gain.high
     enough = int(re.search(r"About ([\d,]+) examples", advice.reason)[1].replace(",", ""))
     assert enough > 60
+
+
+def test_what_counts_as_a_gain_can_be_said(ensemble, scripted):
+    rules, _ = scripted
+    set_rules(rules, lambda n: n % 10 < 5, lambda n: n % 10 < 8, lambda n: False, lambda n: n % 10 < 8 or n in (8, 9))
+    assert advise(ensemble, questions()).pays is None
+    assert advise(ensemble, questions(), least_gain=0.05).pays is False
 
 
 def test_members_that_answer_alike_are_one(ensemble, scripted):
@@ -156,6 +164,8 @@ def test_too_few_examples_are_refused(ensemble, count):
     [
         ({"minutes": 0}, "`minutes`"),
         ({"minutes": math.inf}, "`minutes`"),
+        ({"least_gain": -1}, "`least_gain`"),
+        ({"least_gain": "much"}, "`least_gain`"),
         ({"measure": "chrF"}, "`measure` has to be one of exact match"),
         ({"methods": []}, "`methods`"),
         ({"methods": ["nonsense"]}, "unknown method 'nonsense'"),

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hf_ensemble.advising.honest_gain import examples_to_decide, honest_gain
+from hf_ensemble.advising.honest_gain import examples_to_decide, first_near_best, honest_gain
 from hf_ensemble.evaluation import Estimate
 
 
@@ -48,3 +48,18 @@ def test_of_one_member_and_one_ensemble_it_is_the_paired_difference():
 
 def test_examples_to_decide():
     assert examples_to_decide(Estimate(0.02, -0.02, 0.06), 100) == 400
+
+
+def test_the_first_within_a_standard_error_of_the_best_is_chosen():
+    ensembles = np.zeros((3, 100))
+    ensembles[0, :50] = ensembles[1, :52] = 1
+    ensembles[2, :60] = 1
+    # Behind the best by 10 and 8 of 100 examples, all of them lost: far more than one standard error, 3.0 and 2.7.
+    assert first_near_best(ensembles) == 2
+    ensembles[0, 52:62] = 1
+    # Right on as many, others: behind by nothing, the standard error is 4.2.
+    assert first_near_best(ensembles) == 0
+    ensembles[0, 50:52] = ensembles[0, 60:62] = 0
+    # Behind by two that are lost: the standard error is 1.4.
+    assert ensembles.sum(1).tolist() == [58, 52, 60]
+    assert first_near_best(ensembles) == 2
