@@ -45,9 +45,20 @@ def check_ending(path: Path, endings: Sequence[str]) -> str:
     """
     if path.suffix not in endings:
         raise ConfigurationError(f"the file has to end in {', '.join(endings)}, but is {path.name!r}.")
+    check_place(path)
+    return path.suffix
+
+
+def check_place(path: Path) -> None:
+    """Check that a file can be written there, before the work that gives what is to be written.
+
+    Raises:
+        ConfigurationError: If it is a folder, or lies in none that exists.
+    """
+    if path.is_dir():
+        raise ConfigurationError(f"{path} cannot be written: it is a folder.")
     if not path.parent.is_dir():
         raise ConfigurationError(f"{path} cannot be written: the folder does not exist.")
-    return path.suffix
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

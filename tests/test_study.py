@@ -78,7 +78,7 @@ def test_marks(monkeypatch):
     assert marks.ratio(np.array([2.0, 4.0]), np.array([1.0, 2.0]), ["x", "y"]) == (2, 2, 2)
     numbers = marks.evaluation_set("gsm_test_a", [{"prompt": "?", "answers": ["12"]}] * 3)
     cell = {"responses": ["3 and 1,200\n\n7", "so 1200.0", "none"]}
-    assert marks.answers(numbers, cell) == ["1200.0", "1200.0", ""]
+    assert marks.answers(numbers, cell) == ["1200", "1200", ""]
     assert marks.answers(questions, {"responses": ["The fox!\n2", ""]}) == ["fox", ""]
     wide = marks.ratio(np.array([1.0, 1, -1, -1]), np.ones(4), ["x", "x", "y", "y"])
     assert wide == (0, -1, 1)

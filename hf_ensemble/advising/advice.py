@@ -73,7 +73,7 @@ class TriedEnsemble:
 
     @property
     def spelled(self) -> str:
-        """Method and weights as `hf-ensemble eval --also` takes them."""
+        """Method and weights as `hf-ensemble eval --also` takes them, the weights in the order of `members`."""
         weights = f"@{','.join(f'{weight:.3g}' for weight in self.weights)}"
         return spelled(self.method) + (weights if self.method.decides == "tokens" else "")
 
@@ -86,7 +86,13 @@ def spelled(method: MethodConfig) -> str:
     """
     options = dataclasses.fields(method)
     plain = type(method)()
-    own = [f"{o.name}={getattr(method, o.name)}" for o in options if getattr(method, o.name) != getattr(plain, o.name)]
+    values = {o.name: getattr(method, o.name) for o in options if getattr(method, o.name) != getattr(plain, o.name)}
+    # As the command line reads them.
+    told = {
+        name: str(value).lower() if value is None or isinstance(value, bool) else value
+        for name, value in values.items()
+    }
+    own = [f"{name}={value}" for name, value in told.items()]
     return ":".join([method.name, *([",".join(own)] if own else [])])
 
 
@@ -130,10 +136,14 @@ class Advice:
             ensemble: That of all members, which the advice is about; not changed, and its models are shared.
 
         Raises:
-            ConfigurationError: If no ensemble was tried.
+            ConfigurationError: If no ensemble was tried, or it is an ensemble of other members.
         """
         if self.chosen is None:
             raise ConfigurationError(f"there is no ensemble to make: {self.reason}")
+        names = [view.name for view in ensemble.member_views]
+        known = {member.index: member.name for member in self.members}
+        if names != [known[index] for index in sorted(known)]:
+            raise ConfigurationError(f"the advice is about {list(known.values())}, but the ensemble is of {names}.")
         return ensemble_of(ensemble, self.chosen.indices, self.chosen.method, list(self.chosen.weights))
 
     def __str__(self) -> str:

@@ -56,9 +56,10 @@ def honest_gain(
         folds = rng.permutation(len(sizes)) % _NUM_FOLDS
         for fold in range(_NUM_FOLDS):
             held = folds == fold
-            differences[held] += ensembles[first_near_best(ensembles[:, ~held]), held] / _NUM_SPLITS
-    chosen = ensembles[first_near_best(ensembles)]
-    gain, of_chosen = (ratio((own - member).tolist(), sizes.tolist()) for own in (differences, chosen))
+            # Divided at the end: where nothing differs, the sum is 0 and not a rounding error.
+            differences[held] += ensembles[first_near_best(ensembles[:, ~held]), held] - member[held]
+    chosen = ensembles[first_near_best(ensembles)] - member
+    gain, of_chosen = (ratio(own.tolist(), sizes.tolist()) for own in (differences / _NUM_SPLITS, chosen))
     half = max(gain.high - gain.value, of_chosen.high - of_chosen.value)
     return Estimate(gain.value, max(-most, gain.value - half), min(most, gain.value + half))
 

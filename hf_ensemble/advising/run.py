@@ -1,5 +1,6 @@
 """Whether an ensemble of given members pays: what is tried, and what follows from it."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -71,12 +72,14 @@ def advise(
         ConfigurationError: Before anything runs, if an argument is no good; later, if the time is too short.
         MemberError: If a member fails; what was finished is kept.
     """
-    if not (is_number(minutes) and 0 < minutes < math.inf):
+    if not (is_number(minutes) and 0 < minutes < 1e6):
         raise ConfigurationError(f"`minutes` has to be a positive number, but is {minutes!r}.")
     if not (is_number(least_gain) and 0 <= least_gain < 1):
         raise ConfigurationError(f"`least_gain` has to be a number from 0 to 1, but is {least_gain!r}.")
     stop_at = time.monotonic() + 60 * minutes
     questions = data if isinstance(data, EvaluationSet) else read_set(data)
+    # Copies would be on both sides of a split.
+    questions = dataclasses.replace(questions, items=tuple(dict.fromkeys(questions.items)))
     measure = _MEASURE_OF[questions.kind] if measure is None else measure
     if measure not in DEFAULT_MEASURES or not measure_of(measure).is_for(questions):
         fitting = [name for name in DEFAULT_MEASURES if measure_of(name).is_for(questions)]
@@ -84,10 +87,8 @@ def advise(
             f"`measure` has to be one of {', '.join(fitting)} for {questions.name!r}, a set of {questions.kind}, but is "
             f"{measure!r}. Where nothing is worth something by itself, as in BLEU, nothing can be told apart."
         )
-    configs = [method_config(method) for method in methods]
-    if not configs:
-        raise ConfigurationError("`methods` have to be at least one.")
     _check(ensemble, questions)
+    configs = _read_methods(methods, len(ensemble.members))
     if measure_of(measure).work == "score":
         # Of methods by which texts are equally likely whatever the options, one is enough.
         configs = list({type(m) if m.likelihoods_ignore_options else spelled(m): m for m in configs}.values())
@@ -101,13 +102,40 @@ def advise(
         )
     nearness = _nearness(trial)
     equal = [(group, (1 / len(group),) * len(group)) for group in _groups(trial, nearness)]
-    plans = [Plan(group, method, weights) for group, weights in equal for method in configs]
+    plans = [
+        Plan(group, own, weights) for group, weights in equal for method in configs if (own := _within(method, group))
+    ]
     trial.run_ensembles(plans, 0.65 * (stop_at - time.monotonic()))
     trial.run_ensembles(_weighed(trial), stop_at - time.monotonic())
     return _conclude(trial, nearness, least_gain)
 
 
-def _check(ensemble: EnsembleForCausalLM, questions: EvaluationSet) -> None:
+def _read_methods(methods: Sequence[str | MethodConfig], num_members: int) -> list[MethodConfig]:
+    if isinstance(methods, str) or not methods:
+        raise ConfigurationError(f"`methods` has to be a list of at least one method, but is {methods!r}.")
+    configs = [method_config(method) for method in methods]
+    for own in configs:
+        own.check_members(num_members)
+        if own.draws_one:
+            raise ConfigurationError(f"method {spelled(own)!r} draws tokens, but answers are written greedily here.")
+    return configs
+
+
+def _within(method: MethodConfig, group: Sequence[int]) -> MethodConfig | None:
+    """A method for members in another order, or for some of them; None if its gate is none of them."""
+    if method.gate_rule is None:
+        return method
+    gate = method.gate_rule[0]
+    options: Any = {"gate": group.index(gate)} if gate in group else None
+    return options and dataclasses.replace(method, **options)
+
+
+def _check(ensemble: Any, questions: EvaluationSet) -> None:
+    if not isinstance(ensemble, EnsembleForCausalLM):
+        raise ConfigurationError(
+            f"`ensemble` has to be an ensemble of all members, as `EnsembleForCausalLM.from_pretrained` makes it, but is "
+            f"{ensemble!r:.200}."
+        )
     names = [view.name for view in ensemble.member_views]
     if len(set(names)) < max(2, len(names)):
         raise ConfigurationError(
@@ -125,10 +153,12 @@ def _nearness(trial: Trial) -> dict[int, tuple[bool, str]]:
     """For each member whether it comes near the best, and in what words."""
     values = [ran.estimate.value for ran in trial.members]
     best = trial.order[0]
-    if trial.sign < 0:
-        gaps = [value - values[best] for value in values]
-        return {m: (True, f"{gap:.3f} above {trial.names[best]}" if gap else "the best") for m, gap in enumerate(gaps)}
-    # Points, even where nobody has one.
+    if trial.sign < 0 or values[best] <= 0.01:
+        # No points, or not more than one of them between any two.
+        factor, unit = (1, "bits more") if trial.sign < 0 else (100, "points less")
+        gaps = [factor * abs(value - values[best]) for value in values]
+        said = [f"{gap:.3g} {unit} than {trial.names[best]}" if gap else "the best" for gap in gaps]
+        return {m: (True, text) for m, text in enumerate(said)}
     table = select_members(trial.names, scores=[100 * v for v in values], responses=trial.responses).table
     return {row.index: (row.is_taken, row.reason) for row in table}
 
@@ -170,8 +200,7 @@ def _conclude(trial: Trial, nearness: Mapping[int, tuple[bool, str]], least_gain
     pays: bool | None = False
     reason = f"No: {' and '.join(trial.names)} answer all alike, so that together they are one member."
     if trial.ensembles:
-        reason = "Not decided: no ensemble gives every example some probability, or there was no time for any."
-        pays = None
+        pays, reason = None, "Not decided: no ensemble gives every example some probability."
     if plans:
         plan, gain, count = trial.choose(plans)
         chosen = _tried(trial, plan)
@@ -229,6 +258,11 @@ def _verdict(
     best = trial.names[trial.order[0]]
     value, interval = written(trial.measure, gain, signed=True)
     unit = "bits a byte" if trial.sign < 0 else "points"
+    if count < LEAST_EXAMPLES:
+        return (
+            None,
+            f"Not decided: there was time for {count} examples only. Give more minutes, or a larger batch size.",
+        )
     measured = f"{value} {unit} (95 %: {interval}) on {count} examples, none of which the choice was made on"
     least, most = sorted((trial.sign * gain.low, trial.sign * gain.high))
     if least > 0:

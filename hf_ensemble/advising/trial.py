@@ -1,5 +1,7 @@
 """Running members alone and together on one set, and keeping what each example was worth."""
 
+import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -9,6 +11,7 @@ import numpy as np
 
 from ..choosing.selection import ensemble_of
 from ..config import MethodConfig
+from ..errors import ConfigurationError
 from ..evaluation import Configuration, Evaluation, EvaluationSet, Item, evaluate
 from ..evaluation.estimates import Estimate, ratio
 from ..evaluation.measures import measure_of
@@ -77,7 +80,7 @@ class Trial:
         self.sign = measure_of(measure).sign
         self.ensembles: dict[Plan, Ran] = {}
         self._options = {**options, "measures": [measure]}
-        self._folder = None if state_folder is None else Path(state_folder)
+        self._folder = None if state_folder is None else _made(state_folder)
         # Bits are compared as a sum over a sum of bytes, everything else as a mean.
         self._sizes = np.array([_num_bytes(item) if self.sign < 0 else 1 for item in questions.items], dtype=float)
         self._most = np.inf if self.sign < 0 else 1.0
@@ -94,26 +97,27 @@ class Trial:
         self.places = sorted(set.intersection(*(set(ran.values) for ran in self.members)))
         texts = [found.responses.get((self.questions.name, name), []) for name in self.names]
         self.responses = [[own[n] or "" for n in self.places] for own in texts] if all(texts) else None
+        self._choices = [found.choices.get((self.questions.name, name)) for name in self.names]
 
     def run_ensembles(self, plans: Iterable[Plan], seconds: float) -> None:
         """Run ensembles, those aside that ran before.
 
         Args:
             plans: The ensembles.
-            seconds: Most seconds.
+            seconds: Most seconds, which those of the same members share with the others evenly.
         """
-        new = {str(n): plan for n, plan in enumerate(dict.fromkeys(plans)) if plan not in self.ensembles}
-        if not new:
-            return
-        configurations = {}
-        for key, plan in new.items():
-            # Whoever is left out has no weight, and does not run.
-            weight_of = dict(zip(plan.indices, plan.weights, strict=True))
-            configurations[key] = Configuration(plan.method, [weight_of.get(m, 0.0) for m in self.order])
-        together = ensemble_of(self.ensemble, self.order)
-        # What is kept is of members in one order.
-        found = self._evaluate(together, configurations, seconds, f"ensembles-{'-'.join(map(str, self.order))}")
-        self.ensembles |= {plan: self._ran(found, key) for key, plan in new.items()}
+        stop_at = time.monotonic() + seconds
+        groups: dict[tuple[int, ...], list[Plan]] = defaultdict(list)
+        for plan in dict.fromkeys(plans):
+            if plan not in self.ensembles:
+                groups[plan.indices].append(plan)
+        for n, (indices, own) in enumerate(groups.items()):
+            # An ensemble of just these members: one that sits out may still count, as in DeePEn's anchors.
+            together = ensemble_of(self.ensemble, indices)
+            configurations = {str(k): Configuration(plan.method, list(plan.weights)) for k, plan in enumerate(own)}
+            share = (stop_at - time.monotonic()) / (len(groups) - n)
+            found = self._evaluate(together, configurations, share, f"ensembles-{'-'.join(map(str, indices))}")
+            self.ensembles |= {plan: self._ran(found, str(k)) for k, plan in enumerate(own)}
 
     def _evaluate(
         self,
@@ -125,7 +129,6 @@ class Trial:
     ) -> Evaluation:
         options = {**self._options, "members": members, "time_limit": max(seconds, 1e-3)}
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
             options["state_file"] = self._folder / f"{name}.jsonl"
         return evaluate(ensemble, self.questions, configurations=configurations, **options)
 
@@ -163,9 +166,10 @@ class Trial:
         return sum(len(set(answers)) > 1 for answers in zip(*columns, strict=True)) / len(self.places)
 
     def _answers(self, member: int) -> list[Any]:
-        if self.responses is None:
-            return [self.members[member].values[n] for n in self.places]
-        return [self.questions.compared(response) for response in self.responses[member]]
+        if self.responses is not None:
+            return [self.questions.compared(response) for response in self.responses[member]]
+        answers = self._choices[member] or self.members[member].values
+        return [answers[n] for n in self.places]
 
     def either(self, members: Sequence[int]) -> float:
         """The value of whoever picked the better of the members' answers every time."""
@@ -177,6 +181,20 @@ class Trial:
         models = [self.ensemble.members[m] for m in members]
         weights = {tensor.data_ptr(): tensor for model in models for tensor in model.parameters()}
         return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+
+def _made(folder: str | PathLike[str]) -> Path:
+    """A folder, made if it is not there.
+
+    Raises:
+        ConfigurationError: If it cannot be made.
+    """
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"`state_folder` {path} cannot be made: {error}. Name another one.") from error
+    return path
 
 
 def _num_bytes(item: Item) -> int:

@@ -1,27 +1,30 @@
 """`hf-ensemble advise`: whether an ensemble of given members pays."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from ..advising import advise
 from ..advising.run import FIRST_METHODS
 from ..evaluation import read_set
-from ..files import check_ending
+from ..files import check_ending, check_place
 from . import arguments
 from .eval import read_configuration
 from .parsers import UsageError
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the advice, the page, and the ensemble that is advised.
+    """Write the advice, then the page, and the ensemble that is advised.
 
     Raises:
         UsageError: If arguments do not go together, or the folder to save to exists.
     """
-    if args.save is not None and Path(args.save).exists():
-        raise UsageError(f"`--save {args.save}` exists already: name a folder that does not.")
+    if args.save is not None:
+        _check_free(Path(args.save))
     if args.page is not None:
         check_ending(args.page, (".html",))
+    if args.output is not None:
+        check_place(Path(args.output))
     tried = [read_configuration(text) for text in args.methods]
     if any(weights is not None for _, weights in tried):
         raise UsageError("`--methods` takes no weights: those of members are tried by themselves.")
@@ -41,14 +44,20 @@ def run(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
         state_folder=args.state_folder,
     )
+    with arguments.output(args) as write:
+        write(advice.to_dict(), advice)
     if args.page is not None:
         advice.write_page(args.page)
-    saved = ""
-    if args.save is not None:
-        if advice.pays is False:
-            saved = "\n\nNothing is saved, since it does not pay."
-        else:
-            advice.build(ensemble).save_pretrained(args.save)
-            saved = f"\n\nSaved in {args.save}."
-    with arguments.output(args) as write:
-        write(advice.to_dict(), f"{advice}{saved}")
+    if args.save is not None and advice.chosen is not None and advice.pays is not False:
+        advice.build(ensemble).save_pretrained(args.save)
+        print(f"saved: {args.save}", file=sys.stderr)
+    elif args.save is not None:
+        print("nothing is saved, since nothing is advised", file=sys.stderr)
+
+
+def _check_free(folder: Path) -> None:
+    if folder.exists():
+        raise UsageError(f"`--save {folder}` exists already: name a folder that does not.")
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise UsageError(f"`--save {folder}` cannot be made: {above} is no folder.")

@@ -2,6 +2,7 @@
 
 import argparse
 
+from ..advising.advice import spelled
 from ..errors import EnsembleError
 from ..evaluation import Configuration, EvaluationSet, evaluate, read_set
 from ..evaluation.measures import read_measures, works_for
@@ -34,7 +35,9 @@ def run(args: argparse.Namespace) -> None:
     also = {text: read_configuration(text) for text in args.also}
     options = {name: getattr(args, name) for name in ("max_new_tokens", "batch_size", "state_file", "time_limit")}
     ensemble = arguments.load_ensemble(args)
-    configurations = {ensemble.config.method.name: Configuration(), **also}
+    own = ensemble.config.method
+    # Not two rows of one name: then the ensemble's own says all of itself.
+    configurations = {f"{spelled(own)}, as loaded" if own.name in also else own.name: Configuration(), **also}
     result = evaluate(
         ensemble, sets, configurations=configurations, members=not args.no_members, measures=measures, **options
     )

@@ -237,8 +237,8 @@ def read_measures(names: Collection[str]) -> list[Measure]:
     Raises:
         ConfigurationError: If there is none, one is unknown, or one needs what is not installed.
     """
-    if not names or not set(names) <= set(MEASURES):
-        raise ConfigurationError(f"`measures` have to be of {', '.join(MEASURES)}, but are {list(names)}.")
+    if isinstance(names, str) or not names or not set(names) <= set(MEASURES):
+        raise ConfigurationError(f"`measures` have to be of {', '.join(MEASURES)}, but are {names!r}.")
     found = [measure for measure in _ALL if measure.name in names]
     if any(isinstance(measure, _Corpus) for measure in found):
         _metrics()

@@ -134,6 +134,18 @@ class Evaluation:
             if own.work == "write"
         }
 
+    @property
+    def choices(self) -> dict[tuple[str, str], list[int | None]]:
+        """What was chosen: by the names of set and system, for each example of choices the place of the likeliest one."""
+        return {
+            (own.evaluation_set.name, own.system): [
+                own.ran[n][0].index(max(own.ran[n][0])) if n in own.ran else None
+                for n in range(len(own.evaluation_set.items))
+            ]
+            for own in self._outcomes
+            if own.evaluation_set.kind == "choices"
+        }
+
     def write_responses(self, path: str | PathLike[str]) -> None:
         """Write what was written as JSON lines, one for each example that ran and system.
 

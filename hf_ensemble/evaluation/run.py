@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from ..config import MethodConfig, check_positive_integer, method_config, normalize_weights
+from ..config import MethodConfig, check_positive_integer, is_number, method_config, normalize_weights
 from ..dev_set import run_batches
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
@@ -204,7 +204,7 @@ def evaluate(
     if not sets or len(set(names)) < len(names):
         raise ConfigurationError(f"`sets` have to be at least one, with different names, but are {names}.")
     wanted = read_measures(measures)
-    if time_limit is not None and not time_limit > 0:
+    if time_limit is not None and not (is_number(time_limit) and time_limit > 0):
         raise ConfigurationError(f"`time_limit` has to be a positive number of seconds, but is {time_limit!r}.")
     check_positive_integer("max_new_tokens", max_new_tokens)
     check_positive_integer("batch_size", batch_size)
@@ -251,6 +251,9 @@ class _Kept:
 
     def _remember(self, part: dict[str, Any]) -> None:
         outcomes = dict(part["outcomes"])
+        wanted = str if part["label"]["work"] == "write" else list
+        if not all(isinstance(outcome, wanted) for outcome in outcomes.values()):
+            raise ValueError(f"an outcome is no {wanted.__name__}")
         each = float(part["seconds"]) / max(1, len(outcomes))
         self.known[hash_of(part["label"])].update((key, (outcome, each)) for key, outcome in outcomes.items())
 
@@ -266,6 +269,12 @@ def _runners(
     ]
     if configurations is None:
         configurations = {ensemble.config.method.name: Configuration()}
+    if not isinstance(configurations, Mapping) or not all(
+        isinstance(c, Configuration) for c in configurations.values()
+    ):
+        raise ConfigurationError(
+            f"`configurations` has to be a dictionary of `Configuration`s by name, but is {configurations!r:.200}."
+        )
     for name, (method, weights) in configurations.items():
         own = ensemble.config.method if method is None else method_config(method)
         own.check_members(len(views))

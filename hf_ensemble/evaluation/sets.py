@@ -6,6 +6,7 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ Marking = Literal["text", "number"]
 
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}‘’´]")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"[-−]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 class Item(NamedTuple):
@@ -99,7 +100,7 @@ class EvaluationSet:
         normalized = normalize_answer(answer)
         if not normalized:
             # Nothing is left of signs and articles (TriviaQA accepts "+-*/"): they are compared as they are.
-            return answer.strip() != "" and answer.strip() in item.accepted
+            return answer.strip() != "" and answer.strip().lower() in map(str.lower, item.accepted)
         return normalized in map(normalize_answer, item.accepted)
 
     def f1(self, response: str, item: Item) -> float:
@@ -140,8 +141,8 @@ def _f1(found: list[str], wanted: list[str]) -> float:
     return 2 * common / (len(found) + len(wanted))
 
 
-def _number(text: str) -> float:
-    return float(text.replace(",", ""))
+def _number(text: str) -> Fraction:
+    return Fraction(text.replace(",", "").replace("−", "-"))
 
 
 def read_set(

@@ -3,12 +3,24 @@
 import json
 import math
 import re
+import types
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
-from hf_ensemble import ConfigurationError, EnsembleForCausalLM, MemberConfig, MemberError, advise
+from hf_ensemble import (
+    ConfigurationError,
+    DeepenConfig,
+    EnsembleForCausalLM,
+    GacConfig,
+    MemberConfig,
+    MemberError,
+    SweetSpanConfig,
+    advise,
+)
 from hf_ensemble.advising.advice import spelled
+from hf_ensemble.advising.trial import Trial
 from hf_ensemble.evaluation import read_set
 from tests.contracts import Recipe
 
@@ -72,7 +84,7 @@ def test_it_pays(ensemble, scripted):
     weights = [one.weights for one in advice.ensembles if one.method.name == "gac"]
     assert (0.5, 0.5) in weights
     assert any(own == pytest.approx((0.6 / 1.1, 0.5 / 1.1)) for own in weights)
-    assert {own[2] for who, own, _ in calls if who == "gac"} == {0.0}
+    assert {len(own) for who, own, _ in calls if who == "gac"} == {2}
     text = str(advice)
     for part in ("+20.0 points", "second and first differ on 50 %", "60.0"):
         assert part in text
@@ -232,10 +244,108 @@ def test_everything_is_json(ensemble, scripted):
     assert values["members"][0]["estimate"]["value"] == pytest.approx(0.6)
 
 
-def test_methods_are_spelled_as_the_command_line_takes_them():
-    from hf_ensemble import GacConfig, SweetSpanConfig
+def test_members_and_ensembles_that_are_right_alike_gain_nothing(ensemble, scripted):
+    set_rules(scripted[0], lambda n: n % 2, lambda n: n % 3 == 0, lambda n: False, lambda n: n % 2)
+    advice = advise(ensemble, questions(60))
+    assert advice.pays is False
+    assert advice.gain == (0, 0, 0)
 
+
+def test_a_member_that_is_hardly_ever_right_is_no_error(ensemble, scripted):
+    set_rules(scripted[0], lambda n: n == 1, lambda n: False, lambda n: False, lambda n: n < 2)
+    advice = advise(ensemble, questions())
+    assert advice.members[0].name == "first"
+    assert "0.5 points less than first" in advice.members[1].reason
+
+
+def test_copies_of_an_example_count_once(ensemble, scripted):
+    set_rules(scripted[0], *[lambda n: True] * 4)
+    with pytest.raises(ConfigurationError, match="has 3 examples"):
+        advise(ensemble, questions(3) * 100)
+
+
+def test_a_gate_stays_the_members_that_it_was(ensemble, scripted):
+    """Members are put in the order of their values; the gate is counted in that of the user."""
+    rules, _ = scripted
+    set_rules(rules, lambda n: n % 10 < 5, lambda n: n % 10 < 6, lambda n: n % 10 < 1, lambda n: n % 10 < 8)
+    gated = [GacConfig(threshold=0.5, gate=gate) for gate in (0, 1, 2)]
+    advice = advise(ensemble, questions(), methods=gated)
+    # The third is not near; its gate is left out with it.
+    assert {one.method.gate for one in advice.ensembles} == {0, 1}
+    for one in advice.ensembles:
+        assert one.members == ("second", "first")
+    first = next(one for one in advice.ensembles if one.weights == (0.5, 0.5))
+    assert first.spelled in ("gac:threshold=0.5,gate=1@0.5,0.5", "gac:threshold=0.5@0.5,0.5")
+    advice.build(ensemble)
+    with pytest.raises(ConfigurationError, match="only 3 members|numbered from 0 to 2"):
+        advise(ensemble, questions(), methods=[GacConfig(threshold=0.5, gate=3)])
+
+
+def test_other_things_than_an_ensemble_of_these_members_are_refused(ensemble, scripted, tmp_path):
+    rules, calls = scripted
+    set_rules(rules, lambda n: n % 10 < 5, lambda n: n % 10 < 6, lambda n: False, lambda n: n % 10 < 8)
+    with pytest.raises(ConfigurationError, match="has to be an ensemble of all members"):
+        advise(["a", "b"], questions())
+    with pytest.raises(ConfigurationError, match="answers are written greedily"):
+        advise(ensemble, questions(), methods=[GacConfig(strategy="mixture_sampling")])
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="`state_folder` .* cannot be made"):
+        advise(ensemble, questions(), state_folder=tmp_path / "file")
+    assert not calls
+    with pytest.raises(ConfigurationError, match="but the ensemble is of \\['first'\\]"):
+        advise(ensemble, questions()).build(ensemble.alone(0))
+
+
+def test_few_examples_in_common_decide_nothing(ensemble, scripted, monkeypatch):
+    rules, _ = scripted
+    set_rules(rules, lambda n: False, lambda n: n % 10 < 6, lambda n: False, lambda n: True)
+    run_ensembles = Trial.run_ensembles
+
+    def run_few(trial, *args):
+        run_ensembles(trial, *args)
+        for ran in trial.ensembles.values():
+            for place in sorted(ran.values)[7:]:
+                del ran.values[place]
+
+    monkeypatch.setattr(Trial, "run_ensembles", run_few)
+    advice = advise(ensemble, questions())
+    assert advice.pays is None
+    assert "time for 7 examples only" in advice.reason
+
+
+def test_choices_differ_by_what_is_chosen(monkeypatch):
+    made = Recipe((("llama", "smol"), ("gemma3", "gemma"))).ensemble
+    configs = [MemberConfig(path=name, name=name) for name in ("first", "second")]
+    pair = EnsembleForCausalLM.from_members(made.members, made.tokenizers, member_configs=configs)
+
+    def score(self, prompts, continuations, **options):
+        # Neither is ever right, and they choose different wrong ones.
+        wrong = " b" if [view.name for view in self.member_views] == ["first"] else " c"
+        likely = torch.tensor([0.0 if text == wrong else -1.0 for text in continuations])
+        return types.SimpleNamespace(log_probs=likely)
+
+    monkeypatch.setattr(EnsembleForCausalLM, "score", score)
+    data = [{"question": f"{n}?", "A": "a", "B": "b", "C": "c", "answer": "A"} for n in range(24)]
+    advice = advise(pair, data)
+    assert advice.differing == 1
+    assert advice.ensembles
+
+
+def test_a_method_that_gives_an_example_nothing_is_not_chosen(ensemble):
+    texts = [{"prompt": "The cat", "text": f" sat on {n} mats."} for n in range(24)]
+    pair = EnsembleForCausalLM.from_members(
+        ensemble.members[:2], ensemble.tokenizers[:2], member_configs=ensemble.config.members[:2]
+    )
+    advice = advise(pair, texts, batch_size=24, methods=["unite", "gac"])
+    assert [one.method.name for one in advice.ensembles if math.isinf(one.estimate.value)] == ["unite"]
+    assert advice.chosen.method.name == "gac"
+    assert math.isfinite(advice.gain.value)
+
+
+def test_methods_are_spelled_as_the_command_line_takes_them():
     assert spelled(GacConfig()) == "gac"
+    assert spelled(GacConfig(threshold=0.5, gate=1)) == "gac:threshold=0.5,gate=1"
+    assert spelled(DeepenConfig(support=None, skip_on_agreement=True)) == "deepen:support=none,skip_on_agreement=true"
     assert spelled(SweetSpanConfig(span_length=1)) == "sweetspan:span_length=1"
 
 

@@ -63,3 +63,9 @@ def test_the_first_within_a_standard_error_of_the_best_is_chosen():
     # Behind by two that are lost: the standard error is 1.4.
     assert ensembles.sum(1).tolist() == [58, 52, 60]
     assert first_near_best(ensembles) == 2
+
+
+def test_what_is_the_same_has_no_gain_at_all():
+    """Not even one of rounding, which would be above 0."""
+    values = np.random.default_rng(0).random(30)
+    assert honest_gain(values, np.stack([values, values]), np.ones(30)) == (0, 0, 0)

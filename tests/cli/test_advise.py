@@ -34,9 +34,9 @@ def test_what_pays_is_saved(tmp_path, capsys):
     """Two random members, mixed, are nearer to random texts than either."""
     arguments = [*MEMBERS, "--data", "texts.jsonl", "--batch-size", 24, "--state-folder", tmp_path / "state"]
     assert run(*arguments, "--page", tmp_path / "page.html", "--save", tmp_path / "saved") == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert out.startswith("Does it pay? Yes: ")
-    assert out.rstrip().endswith(f"Saved in {tmp_path / 'saved'}.")
+    assert f"saved: {tmp_path / 'saved'}" in err
     assert "Does an ensemble pay?" in (tmp_path / "page.html").read_text("utf-8")
     saved = EnsembleForCausalLM.from_pretrained(tmp_path / "saved")
     assert len(saved.members) == 2
@@ -51,10 +51,10 @@ def test_what_pays_is_saved(tmp_path, capsys):
 def test_what_does_not_pay_is_not_saved(tmp_path, capsys):
     arguments = [*MEMBERS, "--data", "questions.jsonl", "--max-new-tokens", 2, "--batch-size", 24]
     assert run(*arguments, "--methods", "gac", "unite:top_k=5", "--save", tmp_path / "saved") == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert out.startswith("Does it pay? No: ")
     assert "unite:top_k=5@0.5,0.5" in out
-    assert "Nothing is saved, since it does not pay." in out
+    assert "nothing is saved" in err
     assert not (tmp_path / "saved").exists()
 
 
@@ -65,6 +65,9 @@ def test_what_does_not_pay_is_not_saved(tmp_path, capsys):
         (["--data", "texts.jsonl", "a.txt", "b.txt"], "one file or two"),
         (["--data", "texts.jsonl", "--page", "page.txt"], "has to end in .html"),
         (["--data", "texts.jsonl", "--limit", "2"], "2 examples, which tell nothing apart"),
+        (["--data", "texts.jsonl", "--save", "texts.jsonl/inside"], "is no folder"),
+        (["--data", "texts.jsonl", "--output", "nowhere/advice.json"], "the folder does not exist"),
+        (["--data", "texts.jsonl", "--state-folder", "texts.jsonl"], "cannot be made"),
         (["--data", "texts.jsonl", "--minutes", "0"], "`minutes` has to be a positive number"),
     ],
 )

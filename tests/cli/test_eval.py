@@ -108,3 +108,22 @@ def test_configurations_are_read(text, method, weights):
 def test_bad_arguments_are_named_before_anything_is_loaded(arguments, message):
     with pytest.raises((ConfigurationError, UsageError), match=message):
         run(["--members", "none", "--data", "questions.jsonl", *arguments])
+
+
+def test_the_ensemble_and_its_method_with_other_options_are_two_rows(capsys):
+    run(
+        [
+            *MEMBERS,
+            "--data",
+            "choices.jsonl",
+            "--method",
+            "unite",
+            "--option",
+            "top_k=5",
+            "--also",
+            "unite",
+            "--no-members",
+        ]
+    )
+    names = {line.split("  ")[2].strip() for line in capsys.readouterr().out.splitlines()[1:]}
+    assert {"unite", "unite:top_k=5, as loaded"} <= names

@@ -130,3 +130,24 @@ def test_nothing_is_never_the_right_answer():
     own = read_set([{"question": "What?", "answer": ["Arithmetic", "+-*/"]}])
     assert not any(own.is_right(text, own.items[0]) for text in ("", " \n", "the", "..."))
     assert all(own.is_right(text, own.items[0]) for text in (" +-*/\n", "arithmetic."))
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "is_right"),
+    [
+        ("so 0.5", ".5", True),
+        ("5", ".5", False),
+        ("it is −3 degrees", "-3", True),
+        ("1,200.0 in all", "1200", True),
+        ("9" * 400, "8" * 400, False),
+        ("none", "0", False),
+    ],
+)
+def test_numbers_are_compared_as_such(response, reference, is_right):
+    questions = read_set([{"prompt": "?", "reference": reference}], marking="number")
+    assert questions.is_right(response, questions.items[0]) == is_right
+
+
+def test_an_answer_of_nothing_but_an_article_is_compared_in_any_case():
+    questions = read_set([{"prompt": "?", "reference": "The"}])
+    assert questions.is_right(" the", questions.items[0])
