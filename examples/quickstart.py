@@ -15,9 +15,9 @@ from hf_ensemble import EnsembleForCausalLM
 PROMPTS = ["The capital of France is", "Die Hauptstadt von Deutschland ist", "def add(a, b):\n    return"]
 
 WHAT_IT_SHOWS = """\
-This pair shows how it works, not that it pays: Gemma alone is better than SmolLM2, and than both together with equal
-weights. Fine-tuned on the same questions, the two answer more of them together than the better one alone
-(docs/does_it_pay.md). Whether yours do: hf-ensemble advise --members A B --data dev.jsonl"""
+This pair shows how it works, not that it pays: Gemma is the better model, and mixing it with SmolLM2 gains nothing over
+Gemma alone. Fine-tuned on the same questions, the two are right more often together than the better one alone
+(docs/does_it_pay.md). Whether yours are: hf-ensemble advise --members A B --data dev.jsonl"""
 
 
 def main() -> None:
