@@ -25,6 +25,9 @@ _MEASURE_OF = {"questions": "exact match", "choices": "accuracy", "texts": "bits
 
 LEAST_EXAMPLES = 20
 
+_LEAST_LEVEL = 0.1
+"""Below this share of right answers something else than an ensemble is missing."""
+
 FIRST_METHODS = (GacConfig(), UniteConfig(), SweetSpanConfig(span_length=1), SweetSpanConfig())
 
 _SHARES_OF_THE_BEST = (0.6, 0.4, 0.75)
@@ -52,7 +55,7 @@ def advise(
 
     The first of the ensembles that are within a standard error of the best is chosen. It pays if the interval of its gain
     over the best member (95 %) is above 0, on examples that it was not chosen on. It does not pay if the interval is below
-    `least_gain`. Otherwise it is not decided. Intervals count examples as independent of each other.
+    `least_gain`, or else if the best member writes less than a tenth of the answers right. Otherwise it is not decided. Intervals count examples as independent of each other.
 
     Args:
         ensemble: All members; not changed.
@@ -271,6 +274,13 @@ def _verdict(
         return (
             False,
             f"No: of what was tried nothing is worth it. {chosen.title} against {best}, the best member: {measured}.",
+        )
+    level = trial.members[trial.order[0]].estimate
+    if trial.responses is not None and level.value < _LEAST_LEVEL:
+        right, _ = written(trial.measure, level)
+        return False, (
+            f"No: the members cannot do this yet. {best}, the best member, comes to {right} %, and nothing is better for "
+            f"sure; {chosen.title} against it: {measured}. Give prompts that show how to answer, or members that can."
         )
     text = f"Not decided: {chosen.title} against {best}, the best member: {measured}."
     if trial.sign * gain.value > 0:

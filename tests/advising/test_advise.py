@@ -114,6 +114,13 @@ def test_it_is_not_decided(ensemble, scripted):
     assert enough > 60
 
 
+def test_members_that_cannot_do_it_are_no_case_for_an_ensemble(ensemble, scripted):
+    set_rules(scripted[0], lambda n: n % 25 == 0, lambda n: n % 50 == 0, lambda n: False, lambda n: n % 25 == 1)
+    advice = advise(ensemble, questions())
+    assert advice.pays is False
+    assert "No: the members cannot do this yet. first, the best member, comes to 4.0 %" in advice.reason
+
+
 def test_what_counts_as_a_gain_can_be_said(ensemble, scripted):
     rules, _ = scripted
     set_rules(rules, lambda n: n % 10 < 5, lambda n: n % 10 < 8, lambda n: False, lambda n: n % 10 < 8 or n in (8, 9))
