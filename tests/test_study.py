@@ -147,6 +147,11 @@ def test_the_stages(stage, tmp_path, monkeypatch, capsys):
     assert {"SmolLM2, 50 % trained", "Gemma, untuned"} <= {row.removesuffix(", best member") for row in rows}
     assert not (folder / "report" / "gap.svg").exists()
 
+    stage("report", "--no-plots", "--systems", "gac")
+    found = [row for table in tables(capsys.readouterr().out) for row in map(list, (row.values() for row in table))]
+    assert {"GaC", "oracle over members"} <= {row[0] for row in found}
+    assert not any(row[0].startswith(("spans", "UniTE")) for row in found)
+
     stage("why")
     of_case, of_source, *_ = tables(capsys.readouterr().out)
     assert [row["right, %, of"] for row in of_case] == [

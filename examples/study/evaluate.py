@@ -29,7 +29,7 @@ from marks import evaluation_set, share_right
 from trained import load
 
 from hf_ensemble import EnsembleForCausalLM, weights_from_scores
-from hf_ensemble.cli.eval import read_configuration
+from hf_ensemble.cli.arguments import read_configuration
 from hf_ensemble.evaluation import EvaluationSet
 
 SYSTEMS = ["alone", "gac", "gac@dev", "unite:top_k=10", "sweetspan:span_length=1", "sweetspan:span_length=4"]

@@ -79,7 +79,7 @@ class Group:
         examples = read_examples(folder, task)
         self.questions = evaluation_set(task, examples)
         self.documents = [document_of(example["cluster"]) for example in examples]
-        self.num_bytes = np.array([len(item.continuations[item.right].encode()) for item in self.questions.items])
+        self.num_bytes = np.array([item.num_bytes for item in self.questions.items])
         self.known: dict[Any, Any] = {}
         found = [key.system for key in cells if key.members in ensembles and key.task == task]
         self.systems = [system for system in dict.fromkeys(found) if system != "alone"]

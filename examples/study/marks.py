@@ -3,22 +3,13 @@
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 from cells import Cells, Key
 
-from hf_ensemble.evaluation import EvaluationSet, read_set
+from hf_ensemble.evaluation import Estimate, EvaluationSet, read_set
 
 NUM_DRAWS = 10_000
-
-
-class Estimate(NamedTuple):
-    """A value and the ends of its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 def evaluation_set(task: str, examples: Sequence[dict]) -> EvaluationSet:

@@ -56,11 +56,13 @@ def plots_of(groups: Sequence[Group]) -> dict[str, tuple[str, Points]]:
     main = max(groups, key=lambda group: (len(group.systems), len(group.ensembles)))
     turned = [group for group in pairs if group.names in (main.names, main.names[::-1])]
     larger = [group for group in groups if group.names[: len(main.names)] == main.names]
+    # Members of which one knows nothing would leave no room for the others.
+    near = [group for group in pairs if group.gap < 50]
     gains = [(in_words(system), main.gain(system)) for system in main.systems if main.runs(system)]
     return {
         "systems": ("", {" + ".join(main.titles): gains}),
-        "gap": ("points between the members", by_ensemble(pairs, lambda group: group.gap)),
-        "disagreement": ("% on which they disagree", by_ensemble(pairs, lambda group: group.disagreement)),
+        "gap": ("points between the members", by_ensemble(near, lambda group: group.gap)),
+        "disagreement": ("% on which they disagree", by_ensemble(near, lambda group: group.disagreement)),
         "top_k": ("k of UniTE", by_option(groups, "unite:top_k=")),
         "span_length": ("words of a span", by_option(groups, "sweetspan:span_length=")),
         "order": ("place of the better member", by_ensemble(turned, lambda group: ("first", "second")[group.better])),
@@ -121,8 +123,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("study"), help="of the study")
     parser.add_argument("--no-plots", action="store_true")
+    parser.add_argument("--systems", nargs="+", help="only these, beside the members alone; default: all")
     args = parser.parse_args()
-    groups = groups_of(read_cells(args.folder), args.folder)
+    cells = read_cells(args.folder)
+    if args.systems:
+        cells = {key: cell for key, cell in cells.items() if key.system in ("alone", *args.systems)}
+    groups = groups_of(cells, args.folder)
     if not groups:
         sys.exit(f"report.py: {args.folder / 'results'} holds no ensemble whose members ran alone too")
     folder = args.folder / "report"

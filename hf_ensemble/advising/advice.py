@@ -11,10 +11,12 @@ from ..choosing.selection import ensemble_of
 from ..config import MethodConfig
 from ..errors import ConfigurationError
 from ..evaluation.estimates import Estimate
+from ..evaluation.measures import measure_of
 from ..evaluation.results import written
 from ..files import check_ending, whole_file
 from ..model import EnsembleForCausalLM
-from ..tables import aligned
+from ..tables import aligned, spelled
+from .page import advice_page
 
 
 @dataclass(frozen=True)
@@ -78,34 +80,18 @@ class TriedEnsemble:
         return spelled(self.method) + (weights if self.method.decides == "tokens" else "")
 
 
-def spelled(method: MethodConfig) -> str:
-    """A method as the command line takes it: its name, and the options that are not the defaults.
-
-    Args:
-        method: The method.
-    """
-    options = dataclasses.fields(method)
-    plain = type(method)()
-    values = {o.name: getattr(method, o.name) for o in options if getattr(method, o.name) != getattr(plain, o.name)}
-    # As the command line reads them.
-    told = {
-        name: str(value).lower() if value is None or isinstance(value, bool) else value
-        for name, value in values.items()
-    }
-    own = [f"{name}={value}" for name, value in told.items()]
-    return ":".join([method.name, *([",".join(own)] if own else [])])
-
-
 @dataclass(frozen=True)
 class Advice:
     """Whether an ensemble pays; `str()` says it in words and tables, `write_page` with plots.
 
     Attributes:
-        pays: True if the gain's interval is above 0, False if it is below what is worth it, None if it is not decided.
+        pays: True if the gain is sure; False if it is surely below what is worth it, or members answer alike, or the best
+            writes less than a tenth right; None if it is not decided.
         reason: The answer in words.
-        gain: By how much the ensemble that is chosen is above the member that is best, on examples that it was not chosen
-            on; None if no ensemble was tried.
-        chosen: The ensemble that is advised: the first of those within a standard error of the best; None if none was tried.
+        gain: The value of the chosen ensemble less the best member's, on examples that it was not chosen on (of bits per
+            byte, below 0 is better); None if nothing was chosen.
+        chosen: The first of the ensembles within a standard error of the best, whether it pays or not; None if none could
+            be compared.
         members: The members, the best first.
         ensembles: The ensembles, the best first.
         set_name: Name of the set.
@@ -153,9 +139,13 @@ class Advice:
             parts.append(aligned(self.ensemble_rows()))
         return "\n\n".join([*parts, "\n".join(self.remarks())])
 
+    @property
+    def _title(self) -> str:
+        return f"{self.measure}{measure_of(self.measure).unit}"
+
     def member_rows(self) -> list[list[str]]:
         """The table of the members, its head first."""
-        rows = [["member", self.measure, "95 %", "examples", "s/example", "weights, GiB", ""]]
+        rows = [["member", self._title, "95 %", "examples", "s/example", "weights, GiB", ""]]
         for one in self.members:
             value, interval = written(self.measure, one.estimate)
             rows.append(
@@ -165,7 +155,7 @@ class Advice:
 
     def ensemble_rows(self) -> list[list[str]]:
         """The table of the ensembles, its head first."""
-        rows = [["ensemble", "of", self.measure, "95 %", "to the best member", "95 %", "examples", "s/example"]]
+        rows = [["ensemble", "of", self._title, "95 %", "to the best member", "95 %", "examples", "s/example"]]
         for one in self.ensembles:
             value, interval = written(self.measure, one.estimate)
             difference, of_difference = written(self.measure, one.difference, signed=True)
@@ -208,8 +198,6 @@ class Advice:
         Raises:
             ConfigurationError: If it ends otherwise, or lies in no folder.
         """
-        from .page import advice_page
-
         check_ending(Path(path), (".html",))
         with whole_file(path) as unfinished:
             unfinished.write_text(advice_page(self), "utf-8")

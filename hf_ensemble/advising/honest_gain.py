@@ -65,11 +65,12 @@ def honest_gain(
 
 
 def examples_to_decide(gain: Estimate, count: int) -> int:
-    """About how many examples it takes until the interval of a gain of this size excludes 0.
+    """About how many examples it takes until the interval of a gain of this size excludes 0, in four cases of five.
 
     Args:
         gain: As measured; not 0.
         count: Number of examples that it was measured on.
     """
     half = (gain.high - gain.low) / 2
-    return math.ceil(count * (half / gain.value) ** 2)
+    # Where the expected interval just excludes 0 it does so in one case of two, with twice as many examples in four of five.
+    return math.ceil(2 * count * (half / gain.value) ** 2)

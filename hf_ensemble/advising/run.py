@@ -17,7 +17,8 @@ from ..evaluation.measures import DEFAULT_MEASURES, measure_of
 from ..evaluation.results import written
 from ..methods import GacConfig, SweetSpanConfig, UniteConfig
 from ..model import EnsembleForCausalLM
-from .advice import Advice, TriedEnsemble, TriedMember, spelled
+from ..tables import spelled
+from .advice import Advice, TriedEnsemble, TriedMember
 from .honest_gain import examples_to_decide
 from .trial import Plan, Trial
 
@@ -29,6 +30,9 @@ _LEAST_LEVEL = 0.1
 """Below this share of right answers something else than an ensemble is missing."""
 
 FIRST_METHODS = (GacConfig(), UniteConfig(), SweetSpanConfig(span_length=1), SweetSpanConfig())
+
+_MEMBERS_SHARE, _EQUAL_SHARE = 0.4, 0.65
+"""Of the time that is left: for members alone, then for equal weights; the rest is for other weights."""
 
 _SHARES_OF_THE_BEST = (0.6, 0.4, 0.75)
 """Weights of the best member that are tried, the others sharing the rest."""
@@ -49,7 +53,7 @@ def advise(
     """Say whether an ensemble of these members pays: try it on examples like those that it is for.
 
     1. Every member runs alone (`evaluate`), which tells the best, who comes near (`select_members`) and where they differ.
-    2. The methods run with equal weights: on the best two members, and on all that come near if these are more.
+    2. The methods run with equal weights: on the best two that differ, and on all that come near if these are more.
     3. Weights are tried for the best of the methods that take some: by the members' values (`weights_from_scores`), and
        more or less for the best member.
 
@@ -66,7 +70,7 @@ def advise(
             nothing.
         least_gain: The gain from which on an ensemble is worth what it costs: 0.01 is one point, or 1 % of the best member's
             bits per byte.
-        minutes: Most time, loading aside. What does not end in time runs on fewer examples, drawn at random.
+        minutes: About the most time, loading aside. What does not end in time runs on fewer examples, drawn at random.
         max_new_tokens: Most ids of a written answer.
         batch_size: Number of texts that run together.
         state_folder: Where everything that is finished is kept, so that the same call goes on; made if it is not there.
@@ -97,18 +101,23 @@ def advise(
         configs = list({type(m) if m.likelihoods_ignore_options else spelled(m): m for m in configs}.values())
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
     trial = Trial(ensemble, questions, measure, options, state_folder)
-    trial.run_members(0.4 * (stop_at - time.monotonic()))
+    trial.run_members(_MEMBERS_SHARE * (stop_at - time.monotonic()))
     if len(trial.places) < LEAST_EXAMPLES:
         raise ConfigurationError(
             f"in that time all members ran on {len(trial.places)} examples, which tell nothing apart: give more `minutes`, "
             "a larger `batch_size`, or fewer members."
         )
     nearness = _nearness(trial)
-    equal = [(group, (1 / len(group),) * len(group)) for group in _groups(trial, nearness)]
+    groups = _groups(trial, nearness)
     plans = [
-        Plan(group, own, weights) for group, weights in equal for method in configs if (own := _within(method, group))
+        Plan(group, own, (1 / len(group),) * len(group))
+        for group in groups
+        for method in configs
+        if (own := _within(method, group))
     ]
-    trial.run_ensembles(plans, 0.65 * (stop_at - time.monotonic()))
+    if groups and not plans:
+        raise ConfigurationError("the gates of all `methods` are members that are not tried: give other methods.")
+    trial.run_ensembles(plans, _EQUAL_SHARE * (stop_at - time.monotonic()))
     trial.run_ensembles(_weighed(trial), stop_at - time.monotonic())
     return _conclude(trial, nearness, least_gain)
 
@@ -270,12 +279,12 @@ def _verdict(
     least, most = sorted((trial.sign * gain.low, trial.sign * gain.high))
     if least > 0:
         return True, f"Yes: {chosen.title} against {best}, the best member: {measured}."
-    if most < least_gain * (1 if trial.sign > 0 else trial.members[trial.order[0]].estimate.value):
+    level = trial.members[trial.order[0]].estimate
+    if most < least_gain * (1 if trial.sign > 0 else level.value):
         return (
             False,
             f"No: of what was tried nothing is worth it. {chosen.title} against {best}, the best member: {measured}.",
         )
-    level = trial.members[trial.order[0]].estimate
     if trial.responses is not None and level.value < _LEAST_LEVEL:
         right, _ = written(trial.measure, level)
         return False, (
@@ -284,5 +293,7 @@ def _verdict(
         )
     text = f"Not decided: {chosen.title} against {best}, the best member: {measured}."
     if trial.sign * gain.value > 0:
-        text += f" About {examples_to_decide(gain, count):,} examples would tell, if the gain is what it seems."
+        text += (
+            f" About {examples_to_decide(gain, count):,} examples would probably tell, if the gain is what it seems."
+        )
     return None, text

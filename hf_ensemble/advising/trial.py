@@ -12,7 +12,7 @@ import numpy as np
 from ..choosing.selection import ensemble_of
 from ..config import MethodConfig
 from ..errors import ConfigurationError
-from ..evaluation import Configuration, Evaluation, EvaluationSet, Item, evaluate
+from ..evaluation import Configuration, Evaluation, EvaluationSet, evaluate
 from ..evaluation.estimates import Estimate, ratio
 from ..evaluation.measures import measure_of
 from ..model import EnsembleForCausalLM
@@ -82,7 +82,7 @@ class Trial:
         self._options = {**options, "measures": [measure]}
         self._folder = None if state_folder is None else _made(state_folder)
         # Bits are compared as a sum over a sum of bytes, everything else as a mean.
-        self._sizes = np.array([_num_bytes(item) if self.sign < 0 else 1 for item in questions.items], dtype=float)
+        self._sizes = np.array([item.num_bytes if self.sign < 0 else 1 for item in questions.items], dtype=float)
         self._most = np.inf if self.sign < 0 else 1.0
 
     def run_members(self, seconds: float) -> None:
@@ -195,7 +195,3 @@ def _made(folder: str | PathLike[str]) -> Path:
     except OSError as error:
         raise ConfigurationError(f"`state_folder` {path} cannot be made: {error}. Name another one.") from error
     return path
-
-
-def _num_bytes(item: Item) -> int:
-    return len(item.continuations[item.right].encode())

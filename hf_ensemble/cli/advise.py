@@ -9,7 +9,6 @@ from ..advising.run import FIRST_METHODS
 from ..evaluation import read_set
 from ..files import check_ending, check_place
 from . import arguments
-from .eval import read_configuration
 from .parsers import UsageError
 
 
@@ -20,12 +19,12 @@ def run(args: argparse.Namespace) -> None:
         UsageError: If arguments do not go together, or the folder to save to exists.
     """
     if args.save is not None:
-        _check_free(Path(args.save))
+        arguments.check_free(args.save)
     if args.page is not None:
         check_ending(args.page, (".html",))
     if args.output is not None:
         check_place(Path(args.output))
-    tried = [read_configuration(text) for text in args.methods]
+    tried = [arguments.read_configuration(text) for text in args.methods]
     if any(weights is not None for _, weights in tried):
         raise UsageError("`--methods` takes no weights: those of members are tried by themselves.")
     path, *worked = args.data
@@ -53,11 +52,3 @@ def run(args: argparse.Namespace) -> None:
         print(f"saved: {args.save}", file=sys.stderr)
     elif args.save is not None:
         print("nothing is saved, since nothing is advised", file=sys.stderr)
-
-
-def _check_free(folder: Path) -> None:
-    if folder.exists():
-        raise UsageError(f"`--save {folder}` exists already: name a folder that does not.")
-    above = next(parent for parent in folder.absolute().parents if parent.exists())
-    if not above.is_dir():
-        raise UsageError(f"`--save {folder}` cannot be made: {above} is no folder.")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -13,6 +14,7 @@ import torch
 
 from ..config import MemberConfig, MethodConfig, method_config
 from ..errors import ConfigurationError
+from ..evaluation import Configuration
 from ..files import read_text, whole_file
 from ..model import EnsembleForCausalLM
 from .parsers import UsageError
@@ -77,6 +79,38 @@ def read_method(args: argparse.Namespace) -> MethodConfig | None:
         return kind(**options)
     except ConfigurationError as error:
         raise UsageError(str(error)) from error
+
+
+def read_configuration(text: str) -> Configuration:
+    """Read `METHOD[:KEY=VALUE,…][@WEIGHT,…]`.
+
+    Raises:
+        UsageError: If it has another form, or there is no such method or option.
+    """
+    head, at, listed = text.partition("@")
+    name, _, pairs = head.partition(":")
+    method = read_method(argparse.Namespace(method=name, option=pairs.split(",") if pairs else []))
+    try:
+        weights = [float(weight) for weight in listed.split(",")] if at else None
+    except ValueError:
+        raise UsageError(
+            f"a method has to be METHOD:KEY=VALUE,…@WEIGHT,…, but the weights in {text!r} are no numbers."
+        ) from None
+    return Configuration(method, weights)
+
+
+def check_free(folder: str) -> None:
+    """Check that an ensemble can be saved to a folder, before the work that gives what is to be saved.
+
+    Raises:
+        UsageError: If it exists, or cannot be made.
+    """
+    path = Path(folder)
+    if path.exists():
+        raise UsageError(f"`--save {folder}` exists already: name a folder that does not.")
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise UsageError(f"`--save {folder}` cannot be made: {above} is no folder.")
 
 
 def _read_value(argument: str, text: str, hint: Any) -> Any:

@@ -2,12 +2,12 @@
 
 import argparse
 
-from ..advising.advice import spelled
 from ..errors import EnsembleError
 from ..evaluation import Configuration, EvaluationSet, evaluate, read_set
 from ..evaluation.measures import read_measures, works_for
 from ..evaluation.results import RESPONSES_ENDINGS, TABLE_ENDINGS, check_plot
 from ..files import check_ending
+from ..tables import spelled
 from . import arguments
 from .parsers import UsageError
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
                 "`--responses` needs something written, but none of these measures and files takes it: ask for "
                 "exact_match, F1, chrF or BLEU of a file of questions."
             )
-    also = {text: read_configuration(text) for text in args.also}
+    also = {text: arguments.read_configuration(text) for text in args.also}
     options = {name: getattr(args, name) for name in ("max_new_tokens", "batch_size", "state_file", "time_limit")}
     ensemble = arguments.load_ensemble(args)
     own = ensemble.config.method
@@ -58,21 +58,3 @@ def _read_set(paths: list[str], limit: int | None, skip_damaged: bool) -> Evalua
         raise UsageError(f"`--data` takes one file or two, but got {len(paths)}: repeat it for other sets.")
     path, *worked = paths
     return read_set(path, worked_examples=worked[0] if worked else None, limit=limit, skip_damaged=skip_damaged)
-
-
-def read_configuration(text: str) -> Configuration:
-    """Read `METHOD[:KEY=VALUE,…][@WEIGHT,…]`.
-
-    Raises:
-        UsageError: If it has another form, or there is no such method or option.
-    """
-    head, at, listed = text.partition("@")
-    name, _, pairs = head.partition(":")
-    method = arguments.read_method(argparse.Namespace(method=name, option=pairs.split(",") if pairs else []))
-    try:
-        weights = [float(weight) for weight in listed.split(",")] if at else None
-    except ValueError:
-        raise UsageError(
-            f"`--also` has to be METHOD:KEY=VALUE,…@WEIGHT,…, but the weights in {text!r} are no numbers."
-        ) from None
-    return Configuration(method, weights)

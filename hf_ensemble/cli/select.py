@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ..choosing.selection import ensemble_of, select_members
@@ -24,8 +23,8 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError("give either `--scores`, or `--examples` and a `--metric` to measure them with.")
     if (args.examples is None) != (args.metric is None):
         raise UsageError("`--examples` and `--metric` belong together.")
-    if args.save is not None and Path(args.save).exists():
-        raise UsageError(f"`--save {args.save}` exists already: name a folder that does not.")
+    if args.save is not None:
+        arguments.check_free(args.save)
     limits = {name: getattr(args, name) for name in ("max_members", "max_gap", "max_length_ratio")}
     candidates: EnsembleForCausalLM | None = None
     if args.examples is None:

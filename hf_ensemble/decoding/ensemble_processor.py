@@ -74,7 +74,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         is_banned = scores <= torch.finfo(scores.dtype).min / 2  # also as `remove_invalid_values` writes a ban
         self._decoder.is_constrained = self._decoder.method.proposes_few and bool(is_banned.any())
         # Whether these are logits or log-probabilities (as in beam search) shows in their own normalizer only.
-        fused = self._decoder.fuse(scores, normalize=False) + scores.float().logsumexp(-1, keepdim=True)
+        fused = self._decoder.fuse(scores, add_level=False) + scores.float().logsumexp(-1, keepdim=True)
         self._decoder.check_finite()
         settled = self._decoder.settle(input_ids, fused.masked_fill(is_banned, -torch.inf))
         # A row that arrives without any candidate, as that of a dead beam may, leaves as it came.

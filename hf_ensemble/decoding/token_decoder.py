@@ -121,16 +121,16 @@ class TokenDecoder:
 
     # Fusing
 
-    def fuse(self, scores: Tensor, normalize: bool = True) -> Tensor:
+    def fuse(self, scores: Tensor, add_level: bool = True) -> Tensor:
         """Fuse the logits of one step.
 
         Args:
             scores: The primary's logits of shape `(batch_size, primary_vocab_size)`.
-            normalize: Whether the primary's are raw logits, so that the fused scores shall carry the members'
-                logsumexp, on which penalties depend; not so in beam search, which hands on log-probabilities.
+            add_level: Whether to add the members' weighted logsumexp, on which penalties depend: not in beam search, which
+                hands on log-probabilities, nor where the primary alone decides, whose logits stay as they are.
 
         Returns:
-            Fused log-probabilities plus the weighted logsumexp, in float32, of shape `(batch_size, union_size)` if the
+            Fused log-probabilities, plus that logsumexp if it is added, in float32, of shape `(batch_size, union_size)` if the
             decision is made over the union vocabulary, else `(batch_size, primary_vocab_size)`.
 
         Raises:
@@ -156,7 +156,7 @@ class TokenDecoder:
             self.logits_rows.append(self._step.folded(fused.logprobs))
         self._proposals = None if fused.whole is None else Proposals(fused.logprobs, fused.whole)
         rows = fused.logprobs if self._proposals is None else self._proposals.offered
-        return rows + fused.level if normalize else rows
+        return rows + fused.level if add_level else rows
 
     def fuse_beams(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Let the contexts follow the beams, and fuse the log-probabilities of one step.
@@ -169,7 +169,7 @@ class TokenDecoder:
             MemberError: If a member fails, gave NaN or infinite logits, or has no position left.
         """
         self.follow_beams(input_ids)
-        fused = self.fuse(scores, normalize=False)
+        fused = self.fuse(scores, add_level=False)
         self.check_finite()
         return fused
 

@@ -112,7 +112,7 @@ class Marks:
         best = max(members, key=rank.__getitem__, default=None)
         items = self.evaluation_set.items
         for system, own in self._outcomes.items():
-            is_compared = best not in (None, system) and not own.ran.keys().isdisjoint(self._kept[best or ""])
+            both = set() if best in (None, system) else own.ran.keys() & self._kept[str(best)].keys()
             yield Result(
                 system=system,
                 is_member=own.is_member,
@@ -121,7 +121,7 @@ class Marks:
                 count=len(own.ran),
                 num_examples=len(items),
                 estimate=estimates[system],
-                difference=self.compare(system, best) if is_compared and best is not None else None,
+                difference=self.compare(system, str(best)) if both else None,
                 num_without=sum(self.measure.lacks(items[n], found) for n, (found, _) in own.ran.items()),
                 seconds=math.fsum(seconds for _, seconds in own.ran.values()),
             )

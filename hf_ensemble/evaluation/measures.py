@@ -129,7 +129,7 @@ class _BitsPerByte(Measure):
 
     def read(self, evaluation_set: EvaluationSet, item: Item, found: Any) -> tuple[float, int]:
         # A probability of 1 may come out a little above.
-        return max(0.0, -found[item.right] / math.log(2)), len(item.continuations[item.right].encode())
+        return max(0.0, -found[item.right] / math.log(2)), item.num_bytes
 
     def value(self, kept: tuple[float, int]) -> float:
         return kept[0] / kept[1]

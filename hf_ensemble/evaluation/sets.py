@@ -40,6 +40,11 @@ class Item(NamedTuple):
     accepted: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the right continuation."""
+        return len(self.continuations[self.right].encode())
+
 
 @dataclass(frozen=True)
 class EvaluationSet:
@@ -79,11 +84,7 @@ class EvaluationSet:
         Args:
             response: What was written after the prompt.
         """
-        answer = self.answer(response)
-        if self.marking == "number":
-            found = _NUMBER.findall(answer)
-            return str(_number(found[-1])) if found else ""
-        return normalize_answer(answer) or answer.strip()
+        return self._plain(self.answer(response))
 
     def is_right(self, response: str, item: Item) -> bool:
         """Whether a response is one of the accepted answers.
@@ -92,16 +93,15 @@ class EvaluationSet:
             response: What was written after the prompt.
             item: The question.
         """
-        answer = self.answer(response)
+        own = self.compared(response)
+        return own != "" and own in map(self._plain, item.accepted)
+
+    def _plain(self, answer: str) -> str:
+        """An answer's last number, or its words; where only signs and articles are there, these (TriviaQA accepts "+-*/")."""
         if self.marking == "number":
             found = _NUMBER.findall(answer)
-            wanted = {_number(_NUMBER.findall(answer)[-1]) for answer in item.accepted}
-            return bool(found) and _number(found[-1]) in wanted
-        normalized = normalize_answer(answer)
-        if not normalized:
-            # Nothing is left of signs and articles (TriviaQA accepts "+-*/"): they are compared as they are.
-            return answer.strip() != "" and answer.strip().lower() in map(str.lower, item.accepted)
-        return normalized in map(normalize_answer, item.accepted)
+            return str(_number(found[-1])) if found else ""
+        return normalize_answer(answer) or answer.strip().lower()
 
     def f1(self, response: str, item: Item) -> float:
         """SQuAD's F1: how far the words of a response are those of the accepted answer that is nearest, from 0 to 1.

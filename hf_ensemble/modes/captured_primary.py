@@ -27,6 +27,6 @@ class CapturedPrimaryMode(TokenMode):
             runs_primary=True,
             max_new_tokens=call.settings.max_length - prompt_ids.shape[1],
         )
-        first = Hook(lambda _, scores: decoder.fuse(scores, normalize=False))
+        first = Hook(lambda _, scores: decoder.fuse(scores, add_level=False))
         last = Hook(lambda _, scores: decoder.select(scores, call.settings.do_sample))
         return [first, *stock, last]

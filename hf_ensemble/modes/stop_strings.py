@@ -1,4 +1,4 @@
-"""Stop strings, whose tables are made once for a tokenizer: for 262,144 entries that takes about a second or two."""
+"""Stop strings, whose tables are made once for a tokenizer: for 262,144 entries that takes a second or two."""
 
 import copy
 from collections import OrderedDict
@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from transformers import GenerationConfig, StopStringCriteria
 
 _NUM_KEPT = 8
-"""Sets of stop strings that are kept for a tokenizer; those that were not asked for the longest are dropped."""
+"""Sets of stop strings that are kept for a tokenizer; the one that was longest not asked for is dropped."""
 
 _NUM_PROBES = 4096
 """Entries of the vocabulary that are looked at to tell whether it is another one; of a smaller one all."""

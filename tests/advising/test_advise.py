@@ -19,9 +19,9 @@ from hf_ensemble import (
     SweetSpanConfig,
     advise,
 )
-from hf_ensemble.advising.advice import spelled
 from hf_ensemble.advising.trial import Trial
 from hf_ensemble.evaluation import read_set
+from hf_ensemble.tables import spelled
 from tests.contracts import Recipe
 
 NUM = 200

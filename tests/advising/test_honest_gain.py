@@ -47,7 +47,7 @@ def test_of_one_member_and_one_ensemble_it_is_the_paired_difference():
 
 
 def test_examples_to_decide():
-    assert examples_to_decide(Estimate(0.02, -0.02, 0.06), 100) == 400
+    assert examples_to_decide(Estimate(0.02, -0.02, 0.06), 100) == 800
 
 
 def test_the_first_within_a_standard_error_of_the_best_is_chosen():

@@ -37,7 +37,8 @@ def files(here, tmp_path, monkeypatch):
     for path in here.iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "prompts.txt").write_text("The cat\n\nA dog runs\n", "utf-8")
-    (tmp_path / "dev.jsonl").write_text('{"prompt": "The", "reference": ["cat", "dog"]}\n' * 20, "utf-8")
+    examples = [json.dumps({"prompt": f"The {n}", "reference": ["cat", "dog"]}) for n in range(20)]
+    (tmp_path / "dev.jsonl").write_text("\n".join(examples), "utf-8")
     (tmp_path / "a.jsonl").write_text('{"prompt": "The", "text": "a cat"}\n', "utf-8")
     (tmp_path / "b.jsonl").write_text('"a dog"\n', "utf-8")
     monkeypatch.chdir(tmp_path)

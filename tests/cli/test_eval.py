@@ -8,6 +8,7 @@ import pytest
 
 from hf_ensemble import ConfigurationError, EnsembleError, SweetSpanConfig, UniteConfig
 from hf_ensemble.cli import eval as command
+from hf_ensemble.cli.arguments import read_configuration
 from hf_ensemble.cli.parsers import UsageError, build_parser
 from tests import tiny
 
@@ -87,7 +88,7 @@ def test_the_examples_of_its_help_run(capsys):
     ],
 )
 def test_configurations_are_read(text, method, weights):
-    assert command.read_configuration(text) == (method, weights)
+    assert read_configuration(text) == (method, weights)
 
 
 @pytest.mark.parametrize(
