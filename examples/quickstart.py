@@ -15,9 +15,11 @@ from hf_ensemble import EnsembleForCausalLM
 PROMPTS = ["The capital of France is", "Die Hauptstadt von Deutschland ist", "def add(a, b):\n    return"]
 
 WHAT_IT_SHOWS = """\
-This pair shows how it works, not that it pays: Gemma is the better model, and mixing it with SmolLM2 gains nothing over
-Gemma alone. Fine-tuned on the same questions, the two are right more often together than the better one alone
-(docs/does_it_pay.md). Whether yours are: hf-ensemble advise --members A B --data dev.jsonl"""
+Three prompts prove nothing, and this pair shows how it works, not that it pays: measured on text, Gemma needs 10 to 27 %
+fewer bits than SmolLM2, and no mixture with equal weights was above Gemma by more than chance. Fine-tuned on the same
+questions, the two are right more often together than the better one alone (docs/does_it_pay.md). Whether yours are:
+  hf-ensemble advise --members A B --data dev.jsonl
+On a CPU that others use too, export OMP_WAIT_POLICY=passive first, as this script has done."""
 
 
 def main() -> None:

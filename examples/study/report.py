@@ -86,10 +86,12 @@ def draw(file: Path, panels: dict[str, tuple[str, Points]]) -> bool:
     names = list(dict.fromkeys(name for task in tasks for name in lines[task]))
     is_tall, is_scattered = kind == "systems", kind in ("gap", "disagreement")
     most = max(len(points) for task in tasks for points in lines[task].values())
-    size = (5.2 * len(tasks), 0.8 + 0.22 * most) if is_tall else (4.2 * len(tasks), 3.4)
+    size = (3 * len(tasks) + 1, 0.9 + 0.3 * most) if is_tall else (4.2 * len(tasks), 3.4)
     with matplotlib.rc_context({"svg.hashsalt": "study", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=size, layout="constrained")
-        for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        for axes, task in zip(
+            figure.subplots(1, len(tasks), squeeze=False, sharex=is_tall, sharey=is_tall)[0], tasks, strict=True
+        ):
             axes.set_title(set_title(task))
             for name, points in lines[task].items():
                 n = names.index(name)
@@ -104,7 +106,6 @@ def draw(file: Path, panels: dict[str, tuple[str, Points]]) -> bool:
                 axes.errorbar(places, values, errors, linestyle="none" if is_scattered else "-", **style)
             if is_tall:
                 axes.axvline(0, color="gray", linestyle=":")
-                axes.invert_yaxis()
                 axes.set_xlabel("points above the best member")
                 continue
             axes.axhline(0, color="gray", linestyle=":")
@@ -115,6 +116,8 @@ def draw(file: Path, panels: dict[str, tuple[str, Points]]) -> bool:
                 axes.set_xticks(ticks, map(str, ticks))
                 axes.minorticks_off()
             axes.legend(fontsize="x-small")
+        if is_tall:
+            figure.axes[0].invert_yaxis()
         figure.savefig(file, metadata={"Date": None})
     return True
 

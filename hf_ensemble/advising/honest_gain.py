@@ -28,7 +28,8 @@ def first_near_best(ensembles: NDArray[np.float64]) -> int:
     """
     behind = ensembles[ensembles.sum(1).argmax()] - ensembles
     errors = behind.std(1, ddof=1) * math.sqrt(behind.shape[1])
-    return int((behind.sum(1) <= errors).argmax())
+    # Behind by one example is behind by one standard error, but for rounding.
+    return int((behind.sum(1) <= errors + 1e-9).argmax())
 
 
 def honest_gain(

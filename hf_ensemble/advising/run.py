@@ -104,8 +104,9 @@ def advise(
     trial.run_members(_MEMBERS_SHARE * (stop_at - time.monotonic()))
     if len(trial.places) < LEAST_EXAMPLES:
         raise ConfigurationError(
-            f"in that time all members ran on {len(trial.places)} examples, which tell nothing apart: give more `minutes`, "
-            "a larger `batch_size`, or fewer members."
+            f"in the members' share of {minutes:g} minutes all of them ran on {len(trial.places)} of {len(questions.items)} "
+            f"examples only, and {LEAST_EXAMPLES} are needed: give more minutes, or fewer members. On a CPU that others use "
+            "too, set OMP_WAIT_POLICY=passive first."
         )
     nearness = _nearness(trial)
     groups = _groups(trial, nearness)

@@ -16,6 +16,7 @@ from ..evaluation import Configuration, Evaluation, EvaluationSet, evaluate
 from ..evaluation.estimates import Estimate, ratio
 from ..evaluation.measures import measure_of
 from ..model import EnsembleForCausalLM
+from ..tables import spelled
 from .honest_gain import first_near_best, honest_gain
 
 
@@ -114,10 +115,12 @@ class Trial:
         for n, (indices, own) in enumerate(groups.items()):
             # An ensemble of just these members: one that sits out may still count, as in DeePEn's anchors.
             together = ensemble_of(self.ensemble, indices)
-            configurations = {str(k): Configuration(plan.method, list(plan.weights)) for k, plan in enumerate(own)}
+            # Two plans of one ensemble have different names: their weights as they are, not rounded.
+            names = {plan: f"{spelled(plan.method)}@{','.join(map(str, plan.weights))}" for plan in own}
+            configurations = {names[plan]: Configuration(plan.method, list(plan.weights)) for plan in own}
             share = (stop_at - time.monotonic()) / (len(groups) - n)
             found = self._evaluate(together, configurations, share, f"ensembles-{'-'.join(map(str, indices))}")
-            self.ensembles |= {plan: self._ran(found, str(k)) for k, plan in enumerate(own)}
+            self.ensembles |= {plan: self._ran(found, names[plan]) for plan in own}
 
     def _evaluate(
         self,

@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> None:
         advice.write_page(args.page)
     if args.save is not None and advice.chosen is not None and advice.pays is not False:
         advice.build(ensemble).save_pretrained(args.save)
-        print(f"saved: {args.save}", file=sys.stderr)
+        doubt = "" if advice.pays else ", though not decided"
+        print(f"saved{doubt}: {args.save}", file=sys.stderr)
     elif args.save is not None:
         print("nothing is saved, since nothing is advised", file=sys.stderr)

@@ -207,7 +207,7 @@ def test_one_member_or_two_of_one_name_are_refused(ensemble):
 
 def test_no_time_is_said(ensemble, scripted):
     set_rules(scripted[0], *[lambda n: True] * 4)
-    with pytest.raises(ConfigurationError, match="give more `minutes`"):
+    with pytest.raises(ConfigurationError, match="0 of 200 examples only, and 20 are needed: give more minutes"):
         advise(ensemble, questions(), minutes=1e-9)
 
 

@@ -50,6 +50,13 @@ def test_examples_to_decide():
     assert examples_to_decide(Estimate(0.02, -0.02, 0.06), 100) == 800
 
 
+def test_one_example_less_is_within_a_standard_error():
+    for count in (20, 30, 50, 300):
+        ensembles = np.ones((2, count))
+        ensembles[0, 0] = 0
+        assert first_near_best(ensembles) == 0
+
+
 def test_the_first_within_a_standard_error_of_the_best_is_chosen():
     ensembles = np.zeros((3, 100))
     ensembles[0, :50] = ensembles[1, :52] = 1
