@@ -39,8 +39,8 @@ def honest_gain(
 
     The best of many looks better than it is on the examples that it was chosen on. So the examples are split in ten; on
     each tenth the ensemble is compared that is chosen on the other nine. This is done for twenty splits, and an example's
-    difference is the mean over them. The interval is at least as wide as that of the ensemble that is chosen on all. The
-    member is the best on all the examples, which favours it.
+    difference is the mean over them. The interval is at least as wide as that of the ensemble that is chosen on all, and as
+    it is where nothing differs. The member is the best on all the examples, which favours it.
 
     Args:
         member: What each example is worth for the best member, the higher the better, of shape `(num_examples,)`.
@@ -61,7 +61,9 @@ def honest_gain(
             differences[held] += ensembles[first_near_best(ensembles[:, ~held]), held] - member[held]
     chosen = ensembles[first_near_best(ensembles)] - member
     gain, of_chosen = (ratio(own.tolist(), sizes.tolist()) for own in (differences / _NUM_SPLITS, chosen))
-    half = max(gain.high - gain.value, of_chosen.high - of_chosen.value)
+    # Where nothing differs on n examples, up to 3 / n of all may still do so (the rule of three).
+    least = 3 / len(sizes) if most == 1 else 0.0
+    half = max(gain.high - gain.value, of_chosen.high - of_chosen.value, least)
     return Estimate(gain.value, max(-most, gain.value - half), min(most, gain.value + half))
 
 

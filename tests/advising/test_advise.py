@@ -251,11 +251,12 @@ def test_everything_is_json(ensemble, scripted):
     assert values["members"][0]["estimate"]["value"] == pytest.approx(0.6)
 
 
-def test_members_and_ensembles_that_are_right_alike_gain_nothing(ensemble, scripted):
+@pytest.mark.parametrize(("count", "pays"), [(60, None), (600, False)])
+def test_members_and_ensembles_that_are_right_alike_gain_nothing(ensemble, scripted, count, pays):
     set_rules(scripted[0], lambda n: n % 2, lambda n: n % 3 == 0, lambda n: False, lambda n: n % 2)
-    advice = advise(ensemble, questions(60))
-    assert advice.pays is False
-    assert advice.gain == (0, 0, 0)
+    advice = advise(ensemble, questions(count))
+    assert advice.pays is pays
+    assert advice.gain == pytest.approx((0, -3 / count, 3 / count))
 
 
 def test_a_member_that_is_hardly_ever_right_is_no_error(ensemble, scripted):

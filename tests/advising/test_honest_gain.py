@@ -50,6 +50,11 @@ def test_examples_to_decide():
     assert examples_to_decide(Estimate(0.02, -0.02, 0.06), 100) == 800
 
 
+def test_few_examples_without_a_difference_prove_no_equality():
+    assert honest_gain(np.ones(20), np.ones((2, 20)), np.ones(20), 1.0) == (0, -0.15, 0.15)
+    assert honest_gain(np.ones(600), np.ones((2, 600)), np.ones(600), 1.0) == (0, -0.005, 0.005)
+
+
 def test_one_example_less_is_within_a_standard_error():
     for count in (20, 30, 50, 300):
         ensembles = np.ones((2, count))
