@@ -3,10 +3,10 @@
 import html
 import math
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..evaluation.measures import measure_of
+from ..files import filled
 
 if TYPE_CHECKING:
     from .advice import Advice, TriedEnsemble, TriedMember
@@ -32,7 +32,6 @@ def advice_page(advice: "Advice") -> str:
     Args:
         advice: The advice.
     """
-    template = resources.files(__package__).joinpath("page.html").read_text("utf-8")
     measure = measure_of(advice.measure)
     marks = [_mark(one.name, one, measure.factor, True) for one in advice.members]
     marks += [_mark(one.title, one, measure.factor, False) for one in advice.ensembles]
@@ -46,9 +45,7 @@ def advice_page(advice: "Advice") -> str:
         "costs": _costs(marks, unit),
         "remarks": "".join(f"<li>{html.escape(remark)}</li>" for remark in advice.remarks()),
     }
-    # Split first, then filled: a name that holds `@@` must not be taken for a place to fill.
-    pieces = template.split("@@")
-    return "".join(piece if n % 2 == 0 else parts[piece] for n, piece in enumerate(pieces))
+    return filled(__package__, "page.html", parts)
 
 
 def _mark(label: str, one: "TriedMember | TriedEnsemble", factor: float, is_member: bool) -> _Mark:

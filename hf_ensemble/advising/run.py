@@ -59,7 +59,8 @@ def advise(
 
     The first of the ensembles that are within a standard error of the best is chosen. It pays if the interval of its gain
     over the best member (95 %) is above 0, on examples that it was not chosen on. It does not pay if the interval is below
-    `least_gain`, or else if the best member writes less than a tenth of the answers right. Otherwise it is not decided. Intervals count examples as independent of each other.
+    `least_gain`, or else if the best member writes less than a tenth of the answers right. Otherwise it is not decided.
+    Intervals count examples as independent of each other.
 
     Args:
         ensemble: All members; not changed.
@@ -199,7 +200,7 @@ def _weighed(trial: Trial) -> list[Plan]:
     plans = [plan for plan in _compared(trial) if plan.method.decides == "tokens"]
     if not plans:
         return []
-    best = trial.choose(plans)[0]
+    best = trial.choose(plans)
     count = len(best.indices)
     values = [trial.members[m].estimate.value for m in best.indices]
     weights = [] if trial.sign < 0 or not any(values) else [tuple(weights_from_scores(values))]
@@ -215,8 +216,8 @@ def _conclude(trial: Trial, nearness: Mapping[int, tuple[bool, str]], least_gain
     if trial.ensembles:
         pays, reason = None, "Not decided: no ensemble gives every example some probability."
     if plans:
-        plan, gain, count = trial.choose(plans)
-        chosen = _tried(trial, plan)
+        chosen = _tried(trial, trial.choose(plans))
+        gain, count = trial.gain(plans)
         pays, reason = _verdict(trial, chosen, gain, count, least_gain)
     ensembles = [_tried(trial, plan) for plan, ran in trial.ensembles.items() if ran.values]
     ensembles.sort(key=lambda one: -trial.sign * one.difference.value)

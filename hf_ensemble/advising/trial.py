@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..choosing.selection import ensemble_of
 from ..config import MethodConfig
@@ -147,21 +148,33 @@ class Trial:
         both = sorted(set(ran.values) & set(best))
         return ratio([ran.values[n] - best[n] for n in both], self._sizes[both].tolist(), -self._most, self._most)
 
-    def choose(self, plans: Sequence[Plan]) -> tuple[Plan, Estimate, int]:
-        """Choose an ensemble, and say what choosing brings, and on how many examples that was measured.
+    def choose(self, plans: Sequence[Plan]) -> Plan:
+        """Choose an ensemble.
 
         Args:
             plans: The ensembles, the simpler ones first; they have run.
         """
-        ran = [self.ensembles[plan] for plan in plans]
-        places = [n for n in self.places if all(n in one.values for one in ran)]
-        best = self.members[self.order[0]]
-        member, *values = (np.array([self.sign * one.values[n] for n in places]) for one in (best, *ran))
-        table = np.stack(values)
-        gain = honest_gain(member, table, self._sizes[places], self._most)
+        return plans[first_near_best(self._worth([self.ensembles[plan] for plan in plans], self._common(plans)))]
+
+    def gain(self, plans: Sequence[Plan]) -> tuple[Estimate, int]:
+        """What choosing an ensemble brings, and on how many examples that was measured.
+
+        Args:
+            plans: The ensembles, the simpler ones first; they have run.
+        """
+        places = self._common(plans)
+        table = self._worth([self.members[self.order[0]], *(self.ensembles[plan] for plan in plans)], places)
+        gain = honest_gain(table[0], table[1:], self._sizes[places], self._most)
         # Where less is better, the greatest gain is the lowest difference.
-        signed = gain if self.sign > 0 else Estimate(-gain.value, -gain.high, -gain.low)
-        return plans[first_near_best(table)], signed, len(places)
+        return gain if self.sign > 0 else Estimate(-gain.value, -gain.high, -gain.low), len(places)
+
+    def _common(self, plans: Sequence[Plan]) -> list[int]:
+        """Places of the examples that all members and these ensembles ran on."""
+        return [n for n in self.places if all(n in self.ensembles[plan].values for plan in plans)]
+
+    def _worth(self, ran: Sequence[Ran], places: Sequence[int]) -> NDArray[np.float64]:
+        """What examples are worth for several, the higher the better, of shape `(num_ran, num_places)`."""
+        return np.array([[self.sign * one.values[n] for n in places] for one in ran])
 
     def differing(self, members: Sequence[int]) -> float:
         """Share of the examples on which members give different answers, or do unequally well."""

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -127,9 +127,7 @@ class Evaluation:
     def responses(self) -> dict[tuple[str, str], list[str | None]]:
         """What was written: by the names of set and system, for each example its text, None where it did not run."""
         return {
-            (own.evaluation_set.name, own.system): [
-                own.ran[n][0] if n in own.ran else None for n in range(len(own.evaluation_set.items))
-            ]
+            (own.evaluation_set.name, own.system): _by_place(own, lambda response: response)
             for own in self._outcomes
             if own.work == "write"
         }
@@ -138,10 +136,7 @@ class Evaluation:
     def choices(self) -> dict[tuple[str, str], list[int | None]]:
         """What was chosen: by the names of set and system, for each example of choices the place of the likeliest one."""
         return {
-            (own.evaluation_set.name, own.system): [
-                own.ran[n][0].index(max(own.ran[n][0])) if n in own.ran else None
-                for n in range(len(own.evaluation_set.items))
-            ]
+            (own.evaluation_set.name, own.system): _by_place(own, lambda log_probs: log_probs.index(max(log_probs)))
             for own in self._outcomes
             if own.evaluation_set.kind == "choices"
         }
@@ -279,6 +274,11 @@ class Evaluation:
             metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(path.suffix[1:])
             with whole_file(path) as unfinished:
                 figure.savefig(unfinished, format=path.suffix[1:], metadata=metadata)
+
+
+def _by_place(own: Outcomes, read: Callable[[Any], Any]) -> list[Any]:
+    """What is read of each example's outcome, in the order of the set; None where it did not run."""
+    return [read(own.ran[n][0]) if n in own.ran else None for n in range(len(own.evaluation_set.items))]
 
 
 def _record(result: Result) -> dict[str, Any]:

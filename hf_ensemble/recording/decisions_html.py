@@ -3,9 +3,9 @@
 import html
 import json
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from typing import Any
 
+from ..files import filled
 from .decision import Decision, MemberDecision
 
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
@@ -24,7 +24,6 @@ def decisions_page(
         is_by_spans: Whether spans were decided, not tokens.
         title: Heading of the page.
     """
-    template = resources.files(__package__).joinpath("decisions_page.html").read_text("utf-8")
     data = {
         "members": members,
         "isBySpans": is_by_spans,
@@ -42,9 +41,7 @@ def decisions_page(
         "rows": "\n".join(f"<section>{text}</section>" for text in texts),
         "data": json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    # Split first, then filled: a text that holds `@@` must not be taken for a place to fill.
-    pieces = template.split("@@")
-    return "".join(piece if n % 2 == 0 else parts[piece] for n, piece in enumerate(pieces))
+    return filled(__package__, "decisions_page.html", parts)
 
 
 def _lines(decisions: Sequence[Decision], members: Sequence[str]) -> Iterator[str]:
