@@ -12,6 +12,10 @@ _is_command = _name in ("hf-ensemble", "hf-ensemble.exe") or (_name == "-m" and 
 # names are here, and the model type is registered.
 if not _is_command:
     from .advising import Advice, advise
+    from .answers import FuseConfig, MbrConfig, RerankConfig, VoteConfig
+    from .answers.fusers import Fuser
+    from .answers.judges import PairRanker, RewardModel
+    from .answers.record import Answer, Answers, AnswerWriter
     from .choosing.prompt_weights import packllm_weights, weights_from_scores
     from .choosing.selection import select_members
     from .choosing.tuning import tune_method
@@ -33,6 +37,9 @@ if not _is_command:
 __all__ = [
     "Advice",
     "AnchorTokens",
+    "Answer",
+    "AnswerWriter",
+    "Answers",
     "ConfigurationError",
     "Decision",
     "Decisions",
@@ -42,12 +49,18 @@ __all__ = [
     "EnsembleForCausalLM",
     "EnsembleLogitsProcessor",
     "EvaConfig",
+    "FuseConfig",
+    "Fuser",
     "GacConfig",
     "Likelihoods",
+    "MbrConfig",
     "MemberConfig",
     "MemberDecision",
     "MemberError",
     "MinedConfig",
+    "PairRanker",
+    "RerankConfig",
+    "RewardModel",
     "Scores",
     "SpanCandidate",
     "SpanDecoderOutput",
@@ -59,6 +72,7 @@ __all__ = [
     "UnionVocabulary",
     "UniteConfig",
     "VocabularyError",
+    "VoteConfig",
     "advise",
     "packllm_weights",
     "select_members",

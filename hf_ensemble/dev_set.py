@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import logging
 
-from .config import check_positive_integer
+from .config import check_positive_integer, method_config
 from .errors import ConfigurationError
 from .members.state import padded_left
 
@@ -180,7 +180,7 @@ def run_batches(
     """
     check_positive_integer("max_new_tokens", max_new_tokens)
     check_positive_integer("batch_size", batch_size)
-    options = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
+    options = with_greedy(ensemble, {"max_new_tokens": max_new_tokens, **options})
     tokenizer, device = ensemble.tokenizer, ensemble.member_views[0].device
     for start in range(0, len(prompts), batch_size):
         rows = tokenizer(list(prompts[start : start + batch_size]))["input_ids"]
@@ -192,6 +192,18 @@ def run_batches(
                 "`return_dict_in_generate`."
             )
         yield tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
+
+
+def with_greedy(ensemble: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `generate` that write greedily where neither they nor those of the method say other.
+
+    Args:
+        ensemble: An `EnsembleForCausalLM`.
+        options: The options, perhaps with a `method`.
+    """
+    method = options.get("method")
+    config = ensemble.config.method if method is None else method_config(method)
+    return {"do_sample": False, **config.generate_options_beside(None), **options}
 
 
 def answer_all(ensemble: Any, prompts: Sequence[str], bar: Any, **options: Any) -> list[str]:

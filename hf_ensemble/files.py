@@ -3,8 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,6 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def filled(package: str, name: str, parts: Mapping[str, str]) -> str:
-    """A template of a package, in which a name between `@@` and `@@` stands for a part.
-
-    Args:
-        package: The package that the template lies in.
-        name: Name of its file.
-        parts: The parts by their names.
-    """
-    # Split first, then filled: a text that holds `@@` must not be taken for a place to fill.
-    pieces = resources.files(package).joinpath(name).read_text("utf-8").split("@@")
-    return "".join(piece if n % 2 == 0 else parts[piece] for n, piece in enumerate(pieces))
 
 
 def check_ending(path: Path, endings: Sequence[str]) -> str:

@@ -286,6 +286,10 @@ class EnsembleLM(TemplateLM):
         stops = [stop for stop in settings.pop("until") if stop]
         if not settings["do_sample"]:
             settings.pop("temperature", None)
+        method = self._call["method"] or self.ensemble.config.method
+        own = method.generate_options_beside(None)
+        # What a method says of its candidates is said of every task.
+        settings = {name: value for name, value in settings.items() if name not in own}
         room = self.max_length - num_new
         if room < 1:
             raise ConfigurationError(
@@ -297,9 +301,10 @@ class EnsembleLM(TemplateLM):
             attention_mask=mask.to(self.device),
             max_new_tokens=num_new,
             pad_token_id=self.eot_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id,
-            stopping_criteria=[_StopTexts(self.tokenizer, stops, ids.shape[1])] if stops else None,
+            **self._stopping(stops, ids.shape[1]),
             **self._call,
             **settings,
+            **own,
         )
         stops = [*stops, self.tokenizer.decode([self.eot_token_id])] if self.eot_token_id is not None else stops
         texts = self.tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
@@ -307,6 +312,15 @@ class EnsembleLM(TemplateLM):
         for (asked, _), text in zip(rows, texts, strict=True):
             self.cache_hook.add_partial("generate_until", asked, text)
         return texts
+
+    def _stopping(self, stops: list[str], prompt_length: int) -> dict[str, Any]:
+        """How `generate` is told where to stop: by the primary's text, or, where every member writes, by each one's own."""
+        method = self._call["method"] or self.ensemble.config.method
+        if not stops:
+            return {}
+        if method.decides == "answers":
+            return {"stop_strings": stops}
+        return {"stopping_criteria": [_StopTexts(self.tokenizer, stops, prompt_length)]}
 
     def _run(self, order: Any, run: Callable[[Any], list[Any]], disable_tqdm: bool, kind: str) -> list[Any]:
         """What `run` makes of rows, batch by batch as a `Collator` orders them, in their own order."""

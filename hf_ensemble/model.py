@@ -192,6 +192,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         output_decisions: bool = False,
         num_decision_entries: int = 5,
         speculation: str | None = None,
+        seed: int | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate with all members: everything that `transformers` takes, and the method and weights of this call.
@@ -224,6 +225,8 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                 itself, or `"auto"` for both, where speculation can be used, else the plain loop. Greedy texts are those
                 without drafts (up to ties), and sampled ones of the same law. How much is drafted follows from what
                 pays. Default: nobody.
+            seed: Of a method that chooses among whole answers: from which its samples follow, whatever else is in the batch.
+                Default: one that is drawn by torch's generator of the CPU.
             **kwargs: Generation options and the primary's inputs, as in `transformers`.
 
         Returns:
@@ -255,27 +258,33 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             "labels": kwargs.get("labels"),
         }
         try:
-            call = self._call(method, weights)
-            given = {key: value for key, value in kwargs.items() if value is not None}
-            settings, others = self._prepare_generation_config(generation_config, **given)  # type: ignore[misc]
-            call.primary_inputs = frozenset(others).difference(_OF_THE_PROMPT)
+            call = self.new_call(method, weights)
+            call.seed, call.arguments = seed, arguments
+            self._prepare(call, generation_config, kwargs)
+            settings = call.settings
             refuse_for_ensembles(settings, kwargs, refused)
             if output_decisions:
                 refuse_without_output(settings)
                 check_positive_integer("num_decision_entries", num_decision_entries)
                 call.num_decision_entries = num_decision_entries
-            call.settings, call.arguments = settings, arguments
             mode = mode_for_generate(call, speculation)
             inputs = take_prompt(call, inputs, kwargs, member_prompts)
             if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
                 kwargs["tokenizer"] = self.tokenizer
-            return self._generate_in(mode, inputs, **arguments, **kwargs)
+            return mode.run(self, inputs, {**arguments, **kwargs})
         except BaseException:
             if streamer is not None:
                 # So its readers never hang; what failed is what is seen, also if the streamer (its event loop) fails too.
                 with contextlib.suppress(Exception):
                     streamer.end()
             raise
+
+    def _prepare(self, call: Call, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
+        """Let a call know its generation options, and what was passed in for the primary beside its prompt."""
+        given = call.config.generate_options_beside(generation_config)
+        given |= {key: value for key, value in kwargs.items() if value is not None}
+        call.settings, others = self._prepare_generation_config(generation_config, **given)  # type: ignore[misc]
+        call.primary_inputs = frozenset(others).difference(_OF_THE_PROMPT)
 
     @torch.no_grad()
     def score(
@@ -305,13 +314,14 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             ConfigurationError: If prompts and continuations do not match, or a text is too long for a member.
             MemberError: If a member fails or gives NaN.
         """
-        mode = mode_of(self._call(method, weights))
+        mode = mode_of(self.new_call(method, weights))
         pairs = read_pairs(self._members[0], prompts, continuations)
         eos: Any = self.generation_config.eos_token_id
         end_ids = [eos] if isinstance(eos, int) else list(eos or ())
         return score_pairs(pairs, mode.call.weights, batch_size, lambda batch: mode.score_batch(batch, end_ids))
 
-    def _call(self, method: str | MethodConfig | None, weights: WeightsLike | None) -> Call:
+    def new_call(self, method: str | MethodConfig | None = None, weights: WeightsLike | None = None) -> Call:
+        """What a call works with; for modes only."""
         for member in self._members:
             member.check_size()
         config = self.config.method if method is None else method_config(method)

@@ -1,8 +1,10 @@
-"""Results as text: aligned rows, and methods as the command line takes them."""
+"""Results as tables: aligned rows, `pandas` tables, and methods as the command line takes them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from .errors import ConfigurationError
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -12,15 +14,50 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def data_frame(asked: str, lines: Iterable[Sequence[Any]], columns: Sequence[str], types: Mapping[str, str]) -> Any:
+    """Make a `pandas.DataFrame`.
+
+    Args:
+        asked: Name of the method that a user called for it.
+        lines: Its lines, each with a value for every column.
+        columns: Names of the columns.
+        types: The types of those that could be mistaken where values are missing.
+
+    Raises:
+        ConfigurationError: If pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise ConfigurationError(
+            f"`{asked}` needs pandas, which is not installed. Install `hf_ensemble[decisions]`, or pandas."
+        ) from error
+    return pandas.DataFrame(list(lines), columns=list(columns)).astype(dict(types))
+
+
 def spelled(method: Any) -> str:
     """A method as the command line takes it: its name, and the options that are not the defaults.
 
     Args:
         method: Its configuration.
     """
-    plain, told = type(method)(), []
+    told = []
     for option in dataclasses.fields(method):
         value = getattr(method, option.name)
-        if value != getattr(plain, option.name):
-            told.append(f"{option.name}={str(value).lower() if value is None or isinstance(value, bool) else value}")
+        make = option.default_factory
+        default = option.default if make is dataclasses.MISSING else make()
+        if value != default:
+            told.append(f"{option.name}={_spelled_value(value)}")
     return f"{method.name}:{','.join(told)}" if told else method.name
+
+
+def _spelled_value(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "+".join(map(_spelled_value, value))
+    if isinstance(value, Mapping):
+        return "+".join(f"{name}={_spelled_value(own)}" for name, own in value.items())
+    if dataclasses.is_dataclass(value):
+        return spelled(value) if hasattr(value, "name") else str(getattr(value, "path", value))
+    return str(getattr(value, "__qualname__", getattr(value, "pattern", value)))

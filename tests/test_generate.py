@@ -803,7 +803,7 @@ REFUSED = {
     "all be 0": {"weights": [0, 0]},
     "finite": {"weights": [math.nan, 1]},
     "must be finite": {"weights": [math.inf, 1]},
-    "deepen, eva, gac, mined, sweetspan, unite": {"method": "average"},
+    "deepen, eva, fuse, gac, mbr, mined, rerank, sweetspan, unite, vote": {"method": "average"},
 }
 
 

@@ -8,10 +8,14 @@
 --also`. A task is a set, or the first examples of one (`qamr_test_a:100`). The weights may be `@dev`, from the members' exact match on the development set; weights and an option's value may
 be `tuned`: the one that is best there. With `--bits` likelihoods of the answers are scored too.
 
+Where a system chooses among several candidates of each member (`vote:num_candidates=5`), these are sampled at a temperature of
+0.7; on GSM8K a vote is on the last number.
+
 With `--minutes` no cell is begun that would probably not end in time, and a run that left something ends with exit code 3.
 """
 
 import argparse
+import dataclasses
 import math
 import re
 import sys
@@ -28,9 +32,12 @@ from cells import Cells, Key, add_cell, read_cells, read_examples
 from marks import evaluation_set, share_right
 from trained import load
 
-from hf_ensemble import EnsembleForCausalLM, weights_from_scores
+from hf_ensemble import EnsembleForCausalLM, VoteConfig, weights_from_scores
+from hf_ensemble.answers.base import AnswersConfig
 from hf_ensemble.cli.arguments import read_configuration
+from hf_ensemble.dev_set import with_greedy
 from hf_ensemble.evaluation import EvaluationSet
+from hf_ensemble.evaluation.sets import NUMBER
 
 SYSTEMS = ["alone", "gac", "gac@dev", "unite:top_k=10", "sweetspan:span_length=1", "sweetspan:span_length=4"]
 DEV_SETS = {"qamr": "qa_dev", "squad": "qa_dev", "qa": "qa_dev", "gsm": "gsm_dev"}
@@ -176,29 +183,38 @@ class Ensemble:
         if key.system == "alone":
             return self.model.alone(key.members[0]), {}
         method, weights = read_configuration(resolved)
+        if isinstance(method, VoteConfig) and self.questions(key.task).marking == "number":
+            method = dataclasses.replace(method, extract=NUMBER)
+        if isinstance(method, AnswersConfig) and method.num_candidates > 1:
+            method = dataclasses.replace(method, generate_options={"do_sample": True, "temperature": 0.7, "top_k": 0})
         return self.model, {"method": method, "weights": weights}
 
     def write(self, key: Key, resolved: str, questions: EvaluationSet) -> dict[str, Any]:
-        """Greedy answers, and how many of the writer's tokens each has, the one that ends it included."""
+        """Answers, and how many of the writers' tokens they took, those that end them included.
+
+        They are greedy, but for several candidates of a member, whose samples are the same in every run.
+        """
         model, options = self.caller(key, resolved)
         tokenizer = model.tokenizer
         pad = tokenizer.pad_token_id
-        options |= {
-            "do_sample": False,
-            "stop_strings": questions.stop_strings,
-            "tokenizer": tokenizer,
-            "pad_token_id": pad,
-        }
+        options |= {"stop_strings": questions.stop_strings, "tokenizer": tokenizer, "pad_token_id": pad}
+        picks = isinstance(options.get("method"), AnswersConfig)
+        if picks:
+            options |= {"seed": 0, "return_dict_in_generate": True}
+        options = with_greedy(model, options)
         options["max_new_tokens"] = self.args.max_new_tokens or (256 if questions.marking == "number" else 32)
         responses, tokens = [""] * len(questions.items), [0] * len(questions.items)
         for places in self.batches([len(item.prompt) for item in questions.items]):
             prompts = [questions.items[place].prompt for place in places]
             inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
-            output = model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :].tolist()
-            for place, ids in zip(places, output, strict=True):
+            output = model.generate(**inputs, **options)
+            new = (output.sequences if picks else output)[:, inputs["input_ids"].shape[1] :].tolist()
+            for place, ids in zip(places, new, strict=True):
                 responses[place] = tokenizer.decode(ids, skip_special_tokens=True)
                 padding = next((n for n, token in enumerate(reversed(ids)) if token != pad), len(ids))
                 tokens[place] = len(ids) - max(0, padding - (pad == tokenizer.eos_token_id))
+            for place, row in zip(places, output.answers if picks else (), strict=False):
+                tokens[place] = sum(writer.num_tokens for answer in row for writer in answer.writers)
         return {"responses": responses, "tokens": tokens}
 
     def score(self, key: Key, resolved: str, questions: EvaluationSet) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..evaluation.measures import measure_of
-from ..files import filled
+from ..pages import page
 
 if TYPE_CHECKING:
     from .advice import Advice, TriedEnsemble, TriedMember
@@ -45,7 +45,7 @@ def advice_page(advice: "Advice") -> str:
         "costs": _costs(marks, unit),
         "remarks": "".join(f"<li>{html.escape(remark)}</li>" for remark in advice.remarks()),
     }
-    return filled(__package__, "page.html", parts)
+    return page(__package__, "page", "Does an ensemble pay?", parts)
 
 
 def _mark(label: str, one: "TriedMember | TriedEnsemble", factor: float, is_member: bool) -> _Mark:

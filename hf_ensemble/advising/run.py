@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+from ..answers import MbrConfig, RerankConfig, VoteConfig
 from ..choosing.prompt_weights import weights_from_scores
 from ..choosing.selection import select_members
 from ..config import MethodConfig, is_number, method_config
@@ -15,6 +16,7 @@ from ..evaluation import EvaluationSet, read_set
 from ..evaluation.estimates import Estimate
 from ..evaluation.measures import DEFAULT_MEASURES, measure_of
 from ..evaluation.results import written
+from ..evaluation.sets import NUMBER
 from ..methods import GacConfig, SweetSpanConfig, UniteConfig
 from ..model import EnsembleForCausalLM
 from ..tables import spelled
@@ -29,7 +31,10 @@ LEAST_EXAMPLES = 20
 _LEAST_LEVEL = 0.1
 """Below this share of right answers something else than an ensemble is missing."""
 
-FIRST_METHODS = (GacConfig(), UniteConfig(), SweetSpanConfig(span_length=1), SweetSpanConfig())
+FIRST_METHODS = (
+    *(GacConfig(), UniteConfig(), SweetSpanConfig(span_length=1), SweetSpanConfig()),
+    *(VoteConfig(), MbrConfig(), RerankConfig()),
+)
 
 _MEMBERS_SHARE, _EQUAL_SHARE = 0.4, 0.65
 """Of the time that is left: for members alone, then for equal weights; the rest is for other weights."""
@@ -96,9 +101,10 @@ def advise(
             f"{measure!r}. Where nothing is worth something by itself, as in BLEU, nothing can be told apart."
         )
     _check(ensemble, questions)
-    configs = _read_methods(methods, len(ensemble.members))
+    configs = _read_methods(methods, len(ensemble.members), questions)
     if measure_of(measure).work == "score":
         # Of methods by which texts are equally likely whatever the options, one is enough.
+        configs = [method for method in configs if method.decides != "answers"]
         configs = list({type(m) if m.likelihoods_ignore_options else spelled(m): m for m in configs}.values())
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
     trial = Trial(ensemble, questions, measure, options, state_folder)
@@ -115,24 +121,36 @@ def advise(
         Plan(group, own, (1 / len(group),) * len(group))
         for group in groups
         for method in configs
-        if (own := _within(method, group))
+        if len(group) >= method.least_members and (own := _within(method, group))
     ]
     if groups and not plans:
-        raise ConfigurationError("the gates of all `methods` are members that are not tried: give other methods.")
+        raise ConfigurationError(
+            "none of `methods` can do anything with the members that are tried: a gate is none of them, or a vote takes more, or "
+            "they have no likelihoods to be measured. Give other methods."
+        )
     trial.run_ensembles(plans, _EQUAL_SHARE * (stop_at - time.monotonic()))
     trial.run_ensembles(_weighed(trial), stop_at - time.monotonic())
     return _conclude(trial, nearness, least_gain)
 
 
-def _read_methods(methods: Sequence[str | MethodConfig], num_members: int) -> list[MethodConfig]:
+def _read_methods(
+    methods: Sequence[str | MethodConfig], num_members: int, questions: EvaluationSet
+) -> list[MethodConfig]:
     if isinstance(methods, str) or not methods:
         raise ConfigurationError(f"`methods` has to be a list of at least one method, but is {methods!r}.")
-    configs = [method_config(method) for method in methods]
+    configs = [_reading(method_config(method), questions) for method in methods]
     for own in configs:
         own.check_members(num_members)
         if own.draws_one:
             raise ConfigurationError(f"method {spelled(own)!r} draws tokens, but answers are written greedily here.")
     return configs
+
+
+def _reading(method: MethodConfig, questions: EvaluationSet) -> MethodConfig:
+    """A method that looks for answers where those of the set are looked for: of a number, the last one."""
+    if isinstance(method, VoteConfig) and method.extract is None and questions.marking == "number":
+        return dataclasses.replace(method, extract=NUMBER)
+    return method
 
 
 def _within(method: MethodConfig, group: Sequence[int]) -> MethodConfig | None:

@@ -5,14 +5,14 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from ..config import MemberConfig, MethodConfig, method_config
+from ..config import MemberConfig, MethodConfig, made, method_class, method_config
 from ..errors import ConfigurationError
 from ..evaluation import Configuration
 from ..files import read_text, whole_file
@@ -68,7 +68,7 @@ def read_method(args: argparse.Namespace) -> MethodConfig | None:
             raise UsageError(f"`--option {pairs[0]}` needs the `--method` that it belongs to.")
         return None
     try:
-        kind = type(method_config(name))
+        kind = method_class(name)
         hints = get_type_hints(kind)
         known = [option.name for option in dataclasses.fields(kind)]
         options = {}
@@ -76,7 +76,7 @@ def read_method(args: argparse.Namespace) -> MethodConfig | None:
             if key not in known:
                 raise UsageError(f"method {name!r} has no option {key!r}. Options: {', '.join(known) or 'none'}.")
             options[key] = _read_value(f"--option {key}", text, hints[key])
-        return kind(**options)
+        return made(kind, options)
     except ConfigurationError as error:
         raise UsageError(str(error)) from error
 
@@ -116,9 +116,24 @@ def check_free(folder: str) -> None:
 def _read_value(argument: str, text: str, hint: Any) -> Any:
     """The value of one option, in the type that it is declared with."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if text == "none" and NoneType in kinds:
+        return None
+    if get_origin(hint) is tuple:
+        return tuple(text.split("+"))
+    if get_origin(hint) is Mapping:
+        return {key: _read_json(value) for key, value in _pairs(argument, text.split("+"))}
+    literals = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if text in literals:
+        return text
+    kind_of, _, path = text.partition(":")
+    for kind in kinds:
+        if getattr(kind, "kind", None) == kind_of:
+            return kind(path)
     said = {NoneType: ["none"], bool: ["true", "false"], int: ["an integer"], float: ["a number"]}
     for kind in kinds:
-        if kind not in (NoneType, bool) and get_origin(kind) is not Literal:
+        if isinstance(kind, type) and issubclass(kind, MethodConfig):
+            return method_config(text)
+        if kind in (int, float, str):
             with contextlib.suppress(ValueError):
                 return kind(text)
     choices = [choice for kind in kinds for choice in said.get(kind) or get_args(kind)]
@@ -155,7 +170,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def generate_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of `generate`, `max_new_tokens` among them; decoding is greedy unless they say other.
+    """Options of `generate`, `max_new_tokens` among them; decoding is greedy unless they, or the method, say other.
 
     Raises:
         UsageError: If a value cannot be used.
@@ -164,18 +179,24 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(f"`--max-new-tokens` has to be a positive integer, but is {args.max_new_tokens}.")
     sampling = {name: getattr(args, name, None) for name in ("temperature", "top_k", "top_p")}
     options: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
-    options["do_sample"] = getattr(args, "sample", False) or bool(options)
+    if getattr(args, "sample", False) or options:
+        options["do_sample"] = True
     options["max_new_tokens"] = args.max_new_tokens
     if args.stop:
         if "" in args.stop:
             raise UsageError("`--stop` has to be a text that is not empty: every text ends with nothing.")
         options["stop_strings"] = args.stop
     for key, text in _pairs("set", args.set):
-        try:
-            options[key] = json.loads(text)
-        except json.JSONDecodeError:
-            options[key] = text
+        options[key] = _read_json(text)
     return options
+
+
+def _read_json(text: str) -> Any:
+    """A JSON value; what is none is a text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 @contextlib.contextmanager

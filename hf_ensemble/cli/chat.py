@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import TextStreamer
 
+from ..dev_set import with_greedy
 from ..errors import EnsembleError
 from ..files import whole_file
 from ..model import EnsembleForCausalLM
@@ -28,7 +29,7 @@ def answer(ensemble: EnsembleForCausalLM, messages: list[dict[str, str]], **opti
     """
     tokenizer: Any = ensemble.tokenizer
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = ensemble.generate(**inputs.to(ensemble.member_views[0].device), **options)
+    ids = ensemble.generate(**inputs.to(ensemble.member_views[0].device), **with_greedy(ensemble, options))
     return str(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 

@@ -4,7 +4,7 @@ import argparse
 import time
 from typing import Any
 
-from ..dev_set import refuse_ids_of_one
+from ..dev_set import refuse_ids_of_one, with_greedy
 from ..model import EnsembleForCausalLM
 from . import arguments
 
@@ -36,7 +36,7 @@ def _go_on(name: str, ensemble: EnsembleForCausalLM, prompt: str, options: dict[
     tokenizer: Any = ensemble.tokenizer
     inputs = tokenizer(prompt, return_tensors="pt").to(ensemble.member_views[0].device)
     start = time.perf_counter()
-    ids = ensemble.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
+    ids = ensemble.generate(**inputs, **with_greedy(ensemble, options))[0, inputs["input_ids"].shape[1] :]
     seconds = time.perf_counter() - start
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return {"name": name, "text": text, "num_tokens": len(ids), "seconds": seconds}

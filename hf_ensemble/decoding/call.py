@@ -12,6 +12,7 @@ from ..members.member import Member
 from ..methods.base import TokenMethod, eos_ids_of
 from ..methods.primary_alone import PrimaryAlone
 from ..vocabulary.union import UnionVocabulary
+from .draws import Draws
 from .prompts import OwnPrompts, encode_primary_prompt, prepare_prompt
 from .step_weights import StepWeights
 
@@ -32,6 +33,8 @@ class Kept:
         union: Their union vocabulary.
         methods: Those that are ready, by options, EOS ids and device.
         draft_lengths: What calls have measured, by their kind. A call takes it out, and hands it back when it is through.
+        alone: Members as ensembles of one that calls have needed, by number.
+        judges: Models that calls have loaded to judge or fuse answers, by what they were loaded from.
     """
 
     def __init__(self, members: Sequence[Member]):
@@ -39,9 +42,11 @@ class Kept:
         self.union = UnionVocabulary([member.encoder for member in members])
         self.methods: dict[Hashable, TokenMethod] = {}
         self.draft_lengths: dict[Hashable, Any] = {}
+        self.alone: dict[int, Any] = {}
+        self.judges: dict[Hashable, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "methods": {}, "draft_lengths": {}}
+        return {**self.__dict__, "methods": {}, "draft_lengths": {}, "alone": {}, "judges": {}}
 
     def method(self, config: MethodConfig, eos_ids: Sequence[int], device: torch.device | None = None) -> TokenMethod:
         """Give a token-level method, made for these members; others give back memory of what can be made again.
@@ -85,6 +90,9 @@ class Call:
         primary_inputs: What was passed in for the primary beside its prompt: a cache, positions and the like, by name.
         settings: The generation config of `generate`, which the stock loop has prepared once it runs.
         arguments: Arguments of `generate` that are no generation options, by name.
+        draws: Draws what is sampled.
+        ends: Takes at each step which rows the criteria have ended, of shape `(batch_size,)`; None where nobody asks.
+        seed: Seed of the call, where its mode takes one; None for none.
     """
 
     kept: Kept
@@ -95,6 +103,9 @@ class Call:
     primary_inputs: frozenset[str] = frozenset()
     settings: Any = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    draws: Draws = field(default_factory=Draws)
+    ends: list[Tensor] | None = None
+    seed: int | None = None
 
     @property
     def members(self) -> Sequence[Member]:
@@ -129,7 +140,7 @@ class Call:
     @property
     def is_by_primary(self) -> bool:
         """Whether the primary decides everything, and so runs by itself."""
-        return self.weights.is_only(0) and self.participants == {0} and not self.config.cuts_off
+        return self.weights.is_only(0) and self.participants == {0} and not self.config.acts_on_one
 
     def method(self) -> TokenMethod:
         """What decides token by token, once the generation config is prepared."""

@@ -1,5 +1,6 @@
 """What every member reads of a call's prompts."""
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,12 @@ class OwnPrompts:
                 "the primary reads `input_ids`: give None as its entry of `member_prompts`, or no `input_ids`."
             )
         self.texts = list(zip(*texts, strict=True))
+
+    def of_rows(self, rows: Sequence[int]) -> "OwnPrompts":
+        """Those of some of the prompts."""
+        twin = copy.copy(self)
+        twin.texts = [self.texts[row] for row in rows]
+        return twin
 
 
 def encode_primary_prompt(primary: Member, given: Any) -> tuple[Tensor, Tensor]:

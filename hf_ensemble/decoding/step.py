@@ -16,6 +16,7 @@ from ..members.member import Member
 from ..methods.base import CapturedMix, Mixed, TokenMethod
 from ..methods.gac import Gac
 from ..mixing import fold
+from .draws import Draws
 
 
 class Reader(Protocol):
@@ -86,7 +87,7 @@ class FusedStep:
         is_wide: Whether columns of the union vocabulary are wanted, where the method has them; else all are folded onto
             the primary's ids.
         gate: The gate member's number and its threshold; None for no gate.
-        draws_one: Whether one member, drawn with the weights, decides at each position.
+        draws: Draws the one member that decides at each position, with the weights; None where several decide.
         captures: Whether mixing runs through CUDA graphs, of which there is one for each number of positions.
     """
 
@@ -97,7 +98,7 @@ class FusedStep:
         *,
         is_wide: bool,
         gate: tuple[int, float] | None = None,
-        draws_one: bool = False,
+        draws: Draws | None = None,
         captures: bool = True,
     ):
         self.members = members
@@ -105,7 +106,7 @@ class FusedStep:
         self.is_wide = is_wide and method.is_wide
         self._width = members[0].vocab_size
         self._gate = gate
-        self._draws_one = draws_one
+        self._draws = draws
         self._alone = torch.eye(len(members))  # the weights where one member decides
         self._captures = captures
         self._mix = self._mixing(method)
@@ -114,7 +115,7 @@ class FusedStep:
     @property
     def follows_weights(self) -> bool:
         """Whether who is needed follows from the weights alone, so that it is known before the step."""
-        return self._gate is None and not self._draws_one
+        return self._gate is None and self._draws is None
 
     @cached_property
     def _mix_whole(self) -> Callable[[Sequence[Tensor | None], Tensor], Mixed]:
@@ -207,9 +208,9 @@ class FusedStep:
             idle = torch.ones(len(plan), dtype=torch.bool)
             idle[deciding] = False
             plan = torch.where(idle[:, None], self._alone[0], plan)
-        if self._draws_one and deciding:
+        if self._draws is not None and deciding:
             plan = plan.clone()
-            plan[deciding] = self._alone[torch.multinomial(plan[deciding], 1)[:, 0]]
+            plan[deciding] = self._alone[self._draws.choose(plan[deciding], deciding)]
         if self._gate is None:
             return plan, None
         gate, _ = self._gate

@@ -62,6 +62,12 @@ class StepWeights:
             self._rows = self._expanded(self._rows)
 
     @property
+    def fixed(self) -> Tensor:
+        """The weights of all rows where they are not decided step by step, of shape `(num_rows, num_members)`."""
+        assert self._rows is not None
+        return self._rows
+
+    @property
     def varies(self) -> bool:
         """Whether they are decided step by step."""
         return self._rows is None

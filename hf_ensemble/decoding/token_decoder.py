@@ -81,7 +81,10 @@ class TokenDecoder:
     ):
         self.call, self.members, self.method = call, call.members, method
         gate = call.config.gate_rule
-        self._step = FusedStep(call.members, method, is_wide=is_wide, gate=gate, draws_one=call.config.draws_one)
+        draws = self._draws = call.draws
+        self._step = FusedStep(
+            call.members, method, is_wide=is_wide, gate=gate, draws=draws if call.config.draws_one else None
+        )
         self.is_wide = self._step.is_wide
         self.rows = LiveRows(call, method.resync, prompt_ids, prompt_mask, end_ids, runs_primary, max_new_tokens)
         self._max_new = max_new_tokens
@@ -203,8 +206,8 @@ class TokenDecoder:
             do_sample: Whether to draw from the softmax of `scores`; else the best is taken.
 
         Returns:
-            Scores over the primary's ids: where the decision was made over the union vocabulary, 0 for the id to write
-            and `-inf` elsewhere.
+            Scores over the primary's ids: where the decision was made here, over the union vocabulary or by draws of the
+            row's own, 0 for the id to write and `-inf` elsewhere.
         """
         next_ids = [self._progress[row].to_write[0] for row in self._queued]
         if self._queued and len(self._queued) == len(self.rows.live):
@@ -223,9 +226,9 @@ class TokenDecoder:
         if do_sample or self._keeps_rows:
             # A row with nothing left, or NaN, is reported when the host next looks; until then it gets harmless scores.
             scores = scores.masked_fill(_is_empty(scores)[:, None], 0.0)
-        if not self.is_wide:
+        if not self.is_wide and not (do_sample and self._draws.are_seeded):
             return scores
-        chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(-1)
+        chosen = self._draws.choose(scores.softmax(-1), self._drawing(len(scores))) if do_sample else scores.argmax(-1)
         self._chosen = chosen
         ids = self.method.primary_ids(chosen)
         if self._queued:
@@ -239,6 +242,11 @@ class TokenDecoder:
                 self.scores_rows[-1] = self.scores_rows[-1].index_copy(0, rows, one_hot[rows])
                 self.logits_rows[-1] = self.logits_rows[-1].index_copy(0, rows, one_hot[rows])
         return one_hot
+
+    def _drawing(self, num_rows: int) -> list[int | None]:
+        """The rows for which something is drawn, each at its place."""
+        drawing = set(self.rows.live) - set(self._queued)
+        return [row if row in drawing else None for row in range(num_rows)]
 
     def _one_hot(self, ids: Tensor) -> Tensor:
         rows = torch.full((len(ids), self._width), -torch.inf, device=ids.device)

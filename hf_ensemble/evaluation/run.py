@@ -19,6 +19,9 @@ from .order import Examples, in_turns, one_by_one
 from .results import Evaluation
 from .sets import EvaluationSet, Item
 
+_SEED = 0
+"""From which samples follow, so that they depend on the example alone: neither on batches nor on what ran before."""
+
 
 class Configuration(NamedTuple):
     """How an ensemble decodes in one row of the table; None: as the ensemble says."""
@@ -127,13 +130,20 @@ class _Job:
         if work == "score" and method.likelihoods_ignore_options:
             method = type(method)()
         who: dict[str, Any] = {"method": method.to_dict(), "weights": self.runner.weights}
+        if method.decides == "answers":
+            who |= {"seed": _SEED}
         if self.runner.member is not None:
             who = {"member": self.runner.member}
+        elif not _can_be_kept(method):
+            # Functions of two configurations may have the same name.
+            who["name"] = self.runner.name
         return {"work": work, **who, **self._limits}
 
     def _outcomes(self, items: Sequence[Item]) -> list[Any]:
         """Run examples together."""
         options = {"method": self.runner.method, "weights": self.runner.weights, **self._limits}
+        if self.runner.method.decides == "answers" and self.examples.work == "write":
+            options["seed"] = _SEED
         prompts = [item.prompt for item in items]
         if self.examples.work == "write":
             return next(run_batches(self.runner.model, prompts, batch_size=len(items), **options))
@@ -171,7 +181,8 @@ def evaluate(
     - *Bits per byte* (all): bits of the first accepted answer, the right choice or the text after its prompt, over its
       bytes, both summed over the set. Infinite where one has no probability; the table says how many.
 
-    Intervals are for 95 %: Wilson's for shares, the normal one for F1 and for the ratio of bits to bytes, and for chrF and
+    Methods that choose among whole answers write, and have no likelihoods to be measured but by `RerankConfig`'s own; where
+    they sample, an example's samples are the same in every run. Intervals are for 95 %: Wilson's for shares, the normal one for F1 and for the ratio of bits to bytes, and for chrF and
     BLEU that of a bootstrap over examples. Everybody is compared with the member that is best at the measure on the same
     examples, by the paired differences. That member is chosen on these very examples, which favours it a little.
 
@@ -208,10 +219,25 @@ def evaluate(
         raise ConfigurationError(f"`time_limit` has to be a positive number of seconds, but is {time_limit!r}.")
     check_positive_integer("max_new_tokens", max_new_tokens)
     check_positive_integer("batch_size", batch_size)
-    kept = _Kept(ensemble, state_file)
     runners = _runners(ensemble, configurations, members)
+    if state_file is not None:
+        for runner in runners:
+            # Or what is kept of one function would be taken for another's.
+            runner.method.check_saveable(is_for_hub=False)
+    kept = _Kept(ensemble, state_file)
     shared = [Examples(evaluation_set, work) for evaluation_set in sets for work in works_for(evaluation_set, wanted)]
-    jobs = [_Job(runner, examples, max_new_tokens, kept) for examples in shared for runner in runners]
+    jobs = [
+        _Job(runner, examples, max_new_tokens, kept)
+        for examples in shared
+        for runner in runners
+        if examples.work == "write" or runner.method.gives_likelihoods
+    ]
+    idle = [runner.name for runner in runners if all(job.runner is not runner for job in jobs)]
+    if idle and jobs:
+        raise ConfigurationError(
+            f"{idle[0]!r} chooses among whole answers and gives no text a likelihood, but all that is measured here are "
+            "likelihoods: ask for a measure of what is written, of a set of questions."
+        )
     for job in jobs:
         job.prepare(batch_size, is_drawn=time_limit is not None)
     num_left = total = sum(len(job.examples.items) for job in jobs)
@@ -223,6 +249,15 @@ def evaluate(
             bar.update(before - num_left)
     unmeasured = [s.name for s in sets if not works_for(s, wanted)]
     return Evaluation.from_outcomes([job.result() for job in jobs], measures, unmeasured)
+
+
+def _can_be_kept(method: MethodConfig) -> bool:
+    """Whether a method's options say all that they are, so that what is kept of one is found again by them."""
+    try:
+        method.check_saveable(is_for_hub=False)
+    except ConfigurationError:
+        return False
+    return True
 
 
 class _Kept:

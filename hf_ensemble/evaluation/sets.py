@@ -20,7 +20,9 @@ Marking = Literal["text", "number"]
 
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}‘’´]")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_NUMBER = re.compile(r"[-−]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+NUMBER = r"[-−]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+"""Regular expression of a number, of which an answer's last one counts where sets are marked by numbers."""
+_NUMBER = re.compile(NUMBER)
 
 
 class Item(NamedTuple):

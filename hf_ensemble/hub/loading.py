@@ -134,7 +134,7 @@ class Loading:
         asked, is_saved = read_source(source, config, located, hub)
         if not asked.members:
             raise ConfigurationError("an ensemble needs at least one member: got an empty list.")
-        method = asked.method if method is None else method
+        method = asked.method.imported(bool(kwargs.get("trust_remote_code"))) if method is None else method
         weights = asked.weights if weights is None else weights
         asked = EnsembleConfig(members=asked.members, method=method, weights=weights)
         asked.method.check_members(len(asked.members))

@@ -50,7 +50,7 @@ def plan_save(ensemble: Any, include_members: bool, folder: Path) -> SavePlan:
 
     Raises:
         ConfigurationError: If a member came from nowhere and is not to be written, cannot be written, or would be
-            overwritten; or if a generation config cannot be saved.
+            overwritten; or if the method's options or a generation config cannot be saved.
     """
     for item, member in zip(ensemble.config.members, ensemble.member_views, strict=True):
         subfolders = {"path": item.subfolder, "adapter": item.adapter_subfolder}
@@ -60,6 +60,8 @@ def plan_save(ensemble: Any, include_members: bool, folder: Path) -> SavePlan:
                 f"the ensemble cannot be saved to {str(folder)!r}: member {member.name!r} lies there, and its "
                 "configuration would be overwritten. Choose another folder."
             )
+
+    ensemble.config.method.check_saveable(is_for_hub=False)
 
     def reference(item: MemberConfig, member: Member) -> MemberConfig:
         return with_paths(item, lambda path: saved_path(path, folder))
@@ -91,6 +93,7 @@ def plan_push(ensemble: Any, include_members: bool, api: HfApi) -> SavePlan:
         ConfigurationError: If a member lies on this machine and is not to be uploaded, or is not found on the Hub; and
             as for `plan_save`.
     """
+    ensemble.config.method.check_saveable(is_for_hub=True)
 
     def reference(item: MemberConfig, member: Member) -> MemberConfig:
         check_on_hub(item, member.name, "Pass `include_members=True`")

@@ -61,8 +61,8 @@ class GacConfig(GatedConfig):
         return self.strategy == "mixture_sampling"
 
     @property
-    def cuts_off(self) -> bool:
-        """Whether implausible entries are dropped even if the primary has all the weight."""
+    def acts_on_one(self) -> bool:
+        """Whether it is more than the primary by itself even where that has all the weight: `alpha` drops entries."""
         return self.alpha is not None
 
     def build(

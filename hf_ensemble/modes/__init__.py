@@ -2,20 +2,16 @@
 
 from ..decoding.call import Call
 from ..decoding.speculation.options import Speculation, obstacle_to_drafts
+from ..errors import ConfigurationError
+from .answers import AnswersMode
 from .base import Mode
 from .drafts import DraftMode
-from .primary import PrimaryMode
+from .registry import MODES
+from .registry import mode_of as mode_of
 from .spans import SpanMode
 from .tokens import TokenMode
 
-MODES: dict[str, type[Mode]] = {"tokens": TokenMode, "spans": SpanMode}
-"""The mode of every way in which a method decides, by what its configuration calls it."""
-
-
-def mode_of(call: Call) -> Mode:
-    """The mode of a call without drafts."""
-    mode = MODES[call.config.decides](call)
-    return PrimaryMode(call) if call.is_by_primary else mode
+MODES |= {"tokens": TokenMode, "spans": SpanMode, "answers": AnswersMode}
 
 
 def mode_for_generate(call: Call, speculation: str | None) -> Mode:
@@ -29,6 +25,11 @@ def mode_for_generate(call: Call, speculation: str | None) -> Mode:
         ConfigurationError: If an option cannot be used, or there is no such drafter.
     """
     mode = mode_of(call)
+    if call.seed is not None and not mode.takes_seed:
+        raise ConfigurationError(
+            f"`seed={call.seed!r}` cannot be used with method {call.config.name!r}, which draws by torch's generator. Call "
+            "`torch.manual_seed` before."
+        )
     if speculation is not None:
         drafting = Speculation(speculation, call.members)
         found = obstacle_to_drafts(call, call.settings, call.arguments["synced_gpus"])

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import StoppingCriteriaList
@@ -16,8 +16,8 @@ from ..scoring.likelihoods import Batch, Found
 class Mode(ABC):
     """One way of writing. What depends on it stands in its file; one object serves one call.
 
-    The hooks of `generate` call, in this order: `refuse`, `processors`, `criteria`, `sample` (not in beam search) and, for
-    an output object, `fill`. `score` calls `score_batch`.
+    `generate` calls, in this order: `refuse` and `run`, which runs the stock loop; its hooks call `processors`, `criteria`,
+    `sample` (not in beam search) and, for an output object, `fill`. `score` calls `score_batch`.
 
     Args:
         call: What the call works with.
@@ -25,8 +25,10 @@ class Mode(ABC):
     Attributes:
         decoder: What decides token by token, and counts and keeps what every step gave; None if nothing does.
         recorder: What records the decisions of the call; None if nothing does.
+        takes_seed: Whether a call may say with which seed it draws.
     """
 
+    takes_seed: ClassVar[bool] = False
     decoder: Any = None
     recorder: DecisionRecorder | None = None
 
@@ -40,6 +42,16 @@ class Mode(ABC):
         Raises:
             ConfigurationError: If something of it is asked for.
         """
+
+    def run(self, ensemble: Any, inputs: Tensor | None, options: dict[str, Any]) -> Any:
+        """Write, and return what `generate` does.
+
+        Args:
+            ensemble: The `EnsembleForCausalLM` whose call it is.
+            inputs: The primary's prompt ids, of shape `(batch_size, length)` and left-padded; None for none.
+            options: The other arguments of the stock `generate`, by name.
+        """
+        return ensemble.generate_in(self, inputs, **options)
 
     def for_processors(self, stock: Sequence[Any], num_rows: int) -> "Mode":
         """The mode to go on with, now that the processors of the call are known."""

@@ -28,5 +28,6 @@ class CapturedPrimaryMode(TokenMode):
             max_new_tokens=call.settings.max_length - prompt_ids.shape[1],
         )
         first = Hook(lambda _, scores: decoder.fuse(scores, add_level=False))
-        last = Hook(lambda _, scores: decoder.select(scores, call.settings.do_sample))
+        do_sample = call.settings.do_sample
+        last = Hook(lambda _, scores: decoder.select(scores, do_sample))
         return [first, *stock, last]

@@ -80,6 +80,25 @@ class FollowingCriteriaList(StoppingCriteriaList):
         return self._done
 
 
+class RecordedCriteriaList(StoppingCriteriaList):
+    """Stopping criteria of which it is recorded at every step which rows they have ended.
+
+    Args:
+        criteria: The criteria of the call.
+        ends: Takes what they say at each step, of shape `(batch_size,)`.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, ends: list[Tensor]):
+        super().__init__(criteria)  # the stock loop looks what is among them
+        self._criteria, self._ends = criteria, ends
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
+        """Say which rows have ended, of shape `(batch_size,)`."""
+        done: Any = self._criteria(input_ids, scores, **kwargs)
+        self._ends.append(done)
+        return done
+
+
 class StockLoopHooks:
     """What `generate` asks of a model: of the primary, or of the call's mode.
 
@@ -103,10 +122,10 @@ class StockLoopHooks:
 
     # Of the mode
 
-    def _generate_in(
+    def generate_in(
         self, mode: Mode, inputs: Any, *, logits_processor: Any, stopping_criteria: Any, **kwargs: Any
     ) -> Any:
-        """Run the stock `generate` with a mode, which puts into an output object what it knows."""
+        """Run the stock `generate` in a mode, which puts into an output object what it knows; for modes only."""
         # Any iterables will do.
         kwargs["logits_processor"] = LogitsProcessorList(logits_processor or ())
         kwargs["stopping_criteria"] = StoppingCriteriaList(stopping_criteria or ())
@@ -144,7 +163,10 @@ class StockLoopHooks:
             own = StoppingCriteriaList([stop_string_criteria(config.stop_strings, tokenizer)])
             # One that the user passed takes the place of this one, as in the stock loop.
             criteria = self._merge_criteria_processor_list(own, criteria)  # type: ignore[attr-defined]
-        return criteria if mode is None else mode.criteria(criteria)
+        if mode is None:
+            return criteria
+        criteria = mode.criteria(criteria)
+        return criteria if mode.call.ends is None else RecordedCriteriaList(criteria, mode.call.ends)
 
     def _sample(
         self,

@@ -39,6 +39,7 @@ class TokenMode(Mode):
     def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Put the fusion first, and the decision over the union vocabulary last."""
         call, settings = self.call, self.call.settings
+        do_sample = settings.do_sample
         if call.config.draws_one:
             _refuse_all_but_plain_sampling(settings, stock)
         is_beam_search = settings.num_beams > 1
@@ -71,7 +72,7 @@ class TokenMode(Mode):
             last = Hook(lambda _, scores: decoder.check_candidates(scores, settings.num_beams))
         else:
             first = Hook(lambda _, scores: decoder.fuse(scores))
-            last = Hook(lambda _, scores: decoder.select(scores, settings.do_sample))
+            last = Hook(lambda _, scores: decoder.select(scores, do_sample))
         return [first, *constraints, *settling, *warpers, last]
 
     def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
@@ -86,6 +87,9 @@ class TokenMode(Mode):
             for key in ("past_key_values", "cache"):
                 loop.kwargs.pop(key, None)
             loop.kwargs[WAITS] = True
+        if self.call.draws.are_seeded:
+            # What is drawn is all that is left, and torch's generator stays as it is.
+            loop.settings.do_sample = False
         return loop.run()
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:

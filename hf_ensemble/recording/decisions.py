@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigurationError
+from ..pages import MOST_IN_NOTEBOOK, in_notebook
+from ..tables import data_frame
 from .decision import Decision, MemberDecision
 from .decisions_html import decisions_page
 
@@ -55,12 +56,6 @@ class Decisions:
         Raises:
             ConfigurationError: If pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ConfigurationError(
-                "`to_dataframe` needs pandas, which is not installed. Install `hf_ensemble[decisions]`, or pandas."
-            ) from error
         lines = []
         for row, decisions in enumerate(self.rows):
             start = 0
@@ -71,10 +66,10 @@ class Decisions:
                 for name, said in zip(self.members, one.members, strict=True):
                     lines.append((*shared, name, said is not None, *_values_of(said)))
                 start += len(one.ids)
-        frame = pandas.DataFrame(lines, columns=[*_OF_DECISION, *_OF_MEMBER, *_OF_BEST])
         numbers = ["probability", "weight", "member_probability", "best_probability"]
         truths = ["is_gate_open", "agrees", "proposes"]
-        return frame.astype(dict.fromkeys(numbers, "float64") | dict.fromkeys(truths, "boolean"))
+        types = dict.fromkeys(numbers, "float64") | dict.fromkeys(truths, "boolean")
+        return data_frame("to_dataframe", lines, (*_OF_DECISION, *_OF_MEMBER, *_OF_BEST), types)
 
     def to_html(self, path: str | os.PathLike[str], title: str = "Decisions") -> None:
         """Write one page that needs no network: the texts, coloured by who decided, with the numbers on hover.
@@ -88,6 +83,14 @@ class Decisions:
         """
         page = decisions_page(self.rows, self.members, self.prompts, self.is_by_spans, title)
         Path(path).write_text(page, "utf-8")
+
+    def _repr_html_(self) -> str:
+        """The page of the first rows, for notebooks."""
+        rows, prompts = self.rows[:MOST_IN_NOTEBOOK], self.prompts[:MOST_IN_NOTEBOOK]
+        title = "Decisions" if len(rows) == len(self.rows) else f"Decisions: {len(rows)} of {len(self.rows)} texts"
+        source = decisions_page(rows, self.members, prompts, self.is_by_spans, title)
+        texts = [prompt + "".join(one.text for one in row) for prompt, row in zip(prompts, rows, strict=True)]
+        return in_notebook(source, [*self.members, *texts])
 
 
 _OF_DECISION = (

@@ -1,15 +1,11 @@
 """The page that shows the decisions of a call."""
 
-import html
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..files import filled
+from ..pages import PICTURES, escaped, marked, page
 from .decision import Decision, MemberDecision
-
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
-"""A visible sign for every control character that a page cannot show; tab and newline have signs of their own."""
 
 
 def decisions_page(
@@ -34,14 +30,13 @@ def decisions_page(
         texts = [f"<h2>Text {n}</h2>{text}" for n, text in enumerate(texts, start=1)]
     decisions = [decision for row in rows for decision in row]
     parts = {
-        "title": _escaped(title),
         "agrees": "wrote the chosen span" if is_by_spans else "own best was chosen",
         "members": "".join(_lines(decisions, members)),
         "notes": "; ".join(_notes(decisions, len(rows), "spans" if is_by_spans else "decisions")),
         "rows": "\n".join(f"<section>{text}</section>" for text in texts),
         "data": json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    return filled(__package__, "decisions_page.html", parts)
+    return page(__package__, "decisions_page", title, parts, has_script=True)
 
 
 def _lines(decisions: Sequence[Decision], members: Sequence[str]) -> Iterator[str]:
@@ -54,7 +49,7 @@ def _lines(decisions: Sequence[Decision], members: Sequence[str]) -> Iterator[st
         heard = [said for one in decisions if who is not None and (said := one.members[who]) is not None]
         probs = [said.probability for said in heard if said.probability is not None]
         yield (
-            f'<tr><th scope="row"><span class="key {_kind(who)}">{_escaped(_name(who, members))}</span></th>'
+            f'<tr><th scope="row"><span class="key {_kind(who)}">{escaped(_name(who, members))}</span></th>'
             f"{_share(decided, total, _kind(who))}{_share(sum(said.agrees for said in heard), len(heard))}"
             f"<td>{f'{sum(probs) / len(probs):.2f}' if probs else '–'}</td>"
             f"<td>{'–' if who is None else len(heard)}</td></tr>"
@@ -90,19 +85,19 @@ def _text(number: int, row: Sequence[Decision], members: Sequence[str], prompt: 
         said = None if who is None else decision.members[who]
         sure = decision.probability if said is None or said.probability is None else said.probability
         strength = 0.35 if sure is None else 0.06 + 0.5 * sure
-        inner = _marked(decision.text) + (f"<i>{_escaped(decision.control)}</i>" if decision.control else "")
+        inner = marked(decision.text) + (f"<i>{escaped(decision.control)}</i>" if decision.control else "")
         spans.append(
             f'<span class="{" ".join(classes)}" style="--p:{strength:.2f}" data-n="{n}" '
-            f'tabindex="{-1 if n else 0}" aria-label="{_escaped(f"{decision.label}, {_name(who, members)}")}">{inner}</span>'
+            f'tabindex="{-1 if n else 0}" aria-label="{escaped(f"{decision.label}, {_name(who, members)}")}">{inner}</span>'
         )
     return (
         f'<div class="text" dir="auto" data-row="{number}" role="group" aria-label="Text {number + 1}">'
-        f'<span class="prompt">{_marked(prompt)}</span>{"".join(spans)}</div>'
+        f'<span class="prompt">{marked(prompt)}</span>{"".join(spans)}</div>'
     )
 
 
 def _as_json(decision: Decision) -> list[Any]:
-    label = decision.label.translate(_PICTURES)
+    label = decision.label.translate(PICTURES)
     gate, members = decision.is_gate_open, [_said_as_json(said) for said in decision.members]
     return [label, decision.decided_by, _rounded(decision.probability), gate, len(decision.ids), members]
 
@@ -110,21 +105,12 @@ def _as_json(decision: Decision) -> list[Any]:
 def _said_as_json(said: MemberDecision | None) -> list[Any] | None:
     if said is None:
         return None
-    best = [[entry.text.translate(_PICTURES), _rounded(entry.probability)] for entry in said.best]
+    best = [[entry.text.translate(PICTURES), _rounded(entry.probability)] for entry in said.best]
     return [_rounded(said.weight), _rounded(said.probability), said.agrees, said.proposes, best]
 
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
-
-
-def _escaped(text: str) -> str:
-    return html.escape(text.translate(_PICTURES))
-
-
-def _marked(text: str) -> str:
-    """Escape a text, and put signs for tabs and newlines before them, which are not copied with the text."""
-    return _escaped(text).replace("\t", '<b class="tab"></b>\t').replace("\n", '<b class="newline"></b>\n')
 
 
 def _share(count: int, total: int, kind: str = "plain") -> str:

@@ -1,5 +1,6 @@
 """How likely texts are to each member by itself, in its own ids."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,8 @@ def score_by_member(
 
     Args:
         members: The members.
-        pairs: By number of member, its ids of every row's prompt and of the text after it: see `own_pairs`.
+        pairs: By number of member, its ids of every row's prompt and of the text after it: see `own_pairs`. A text that has
+            to end, but cannot end for the member, has probability 0.
         names: What errors call each row's text, such as "continuation 3"; None where it is the rest of the prompt.
         over_all_ids: Whether ids without a token have a share in the distributions, as they do when a member decodes by
             itself.
@@ -62,7 +64,7 @@ def score_by_member(
         MemberError: If a member fails, or gives NaN.
     """
     texts = {
-        index: dict(enumerate(ForcedText.of_ids(pair.prompt, pair.continuation) for pair in rows))
+        index: dict(enumerate(ForcedText.of_ids(pair.prompt, pair.targets) for pair in rows))
         for index, rows in pairs.items()
     }
     check_positions(members, texts, names)
@@ -70,13 +72,15 @@ def score_by_member(
     for index, rows in pairs.items():
         member = members[index]
         forced, own = ForcedMember(member, texts[index]), OwnLogProbs(member, over_all_ids)
-        found: list[list[float]] = [[] for _ in rows]
-        is_greedy = [True] * len(rows)
-        for steps in advance_by_blocks([forced], [len(pair.continuation) for pair in rows], member.vocab_size):
+        targets = [pair.targets for pair in rows]
+        found: list[list[float]] = [[-math.inf] if pair.end_ids == () else [] for pair in rows]
+        is_greedy = [pair.end_ids != () for pair in rows]
+        for steps in advance_by_blocks([forced], list(map(len, targets)), member.vocab_size):
             log_probs = own(forced.take(steps))
-            targets = torch.tensor([rows[row].continuation[step] for row, step in steps], device=log_probs.device)
+            of_steps = torch.tensor([targets[row][step] for row, step in steps], device=log_probs.device)
             best, choices = log_probs.max(-1)
-            host = torch.stack([log_probs.gather(-1, targets[:, None])[:, 0], choices == targets, best.isnan()])
+            of_targets = _with_ends(log_probs, log_probs.gather(-1, of_steps[:, None])[:, 0], steps, rows)
+            host = torch.stack([of_targets, choices == of_steps, best.isnan()])
             for (row, step), log_prob, greedy, has_failed in zip(steps, *host.tolist(), strict=True):
                 if has_failed:
                     where = "on the prompt" if names is None else f"in {names[row]} at step {step + 1}"
@@ -88,6 +92,18 @@ def score_by_member(
             for values, pair, greedy in zip(found, rows, is_greedy, strict=True)
         ]
     return scores
+
+
+def _with_ends(
+    log_probs: Tensor, of_targets: Tensor, steps: Sequence[tuple[int, int]], rows: Sequence[Pair]
+) -> Tensor:
+    """Let any of a row's end ids count where a text ends, each `(num_steps,)`."""
+    ends = [n for n, (row, step) in enumerate(steps) if step == len(rows[row].continuation)]
+    if not ends:
+        return of_targets
+    at = torch.tensor(ends, device=log_probs.device)
+    end_ids = torch.tensor(rows[steps[ends[0]][0]].end_ids, device=log_probs.device)
+    return of_targets.index_copy(0, at, log_probs[at][:, end_ids].logsumexp(-1))
 
 
 def check_positions(

@@ -18,11 +18,18 @@ class Pair:
         prompt: Ids of the prompt, at least one.
         continuation: Ids of the continuation; none where the member has nothing to write it with.
         num_bytes: Number of UTF-8 bytes of the continuation.
+        end_ids: Ids of which any has to follow the continuation; None where nothing has to.
     """
 
     prompt: list[int]
     continuation: list[int]
     num_bytes: int
+    end_ids: tuple[int, ...] | None = None
+
+    @property
+    def targets(self) -> list[int]:
+        """What has to follow, id by id; of the end ids the first stands for all."""
+        return [*self.continuation, *(self.end_ids or ())[:1]]
 
 
 def read_pairs(

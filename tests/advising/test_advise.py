@@ -60,6 +60,7 @@ def scripted(monkeypatch):
 
 def set_rules(rules, first, second, third, together):
     rules.update(first=first, second=second, third=third, gac=together, unite=together, sweetspan=together)
+    rules.update(vote=first, mbr=first, rerank=first)
 
 
 def test_it_pays(ensemble, scripted):
@@ -144,7 +145,7 @@ def test_members_that_answer_alike_are_one(ensemble, scripted):
 def test_three_that_come_near_are_tried_together_too(ensemble, scripted):
     rules, _ = scripted
     rules.update({name: lambda n, k=k: n % 10 != k for k, name in enumerate(("first", "second", "third"))})
-    rules.update(dict.fromkeys(("gac", "unite", "sweetspan"), lambda n: True))
+    rules.update(dict.fromkeys(("gac", "unite", "sweetspan", "vote", "mbr", "rerank"), lambda n: True))
     advice = advise(ensemble, questions())
     assert {len(one.members) for one in advice.ensembles} == {2, 3}
 

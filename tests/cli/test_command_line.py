@@ -220,6 +220,7 @@ def test_options_have_the_types_of_the_method(method):
     from hf_ensemble.cli.arguments import read_method
 
     given = {"threshold": "none", "top_k": "3", "space": "log", "alpha": "0.5", "skip_on_agreement": "true"}
+    given |= {"num_candidates": "3", "methods": "gac+sweetspan", "extract": "x+", "model": "y"}
     given |= {"support": "none", "learning_rate": "0.1", "max_span_tokens": "64", "filter_ratio": "5"}
     fields = METHODS[method].__dataclass_fields__
     pairs = [f"{key}={value}" for key, value in given.items() if key in fields]
@@ -227,6 +228,7 @@ def test_options_have_the_types_of_the_method(method):
         ["x", *BOTH, "--method", method, *[p for x in pairs for p in ("--option", x)]]
     )
     values = {"none": None, "3": 3, "0.5": 0.5, "true": True, "0.1": 0.1, "64": 64, "5": 5.0, "log": "log"}
+    values |= {"gac+sweetspan": ("gac", "sweetspan"), "x+": "x+", "y": "y"}
     expected = METHODS[method](**{key: values[value] for key, value in given.items() if key in fields})
     assert read_method(args) == expected
 

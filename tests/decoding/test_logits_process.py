@@ -200,7 +200,7 @@ def test_a_member_that_gives_nan_is_named(ensemble, method, index):
     [
         ({"weights": [1]}, "weights"),
         ({"weights": [1, -1]}, "weights"),
-        ({"method": "average"}, "deepen, eva, gac, mined, sweetspan, unite"),
+        ({"method": "average"}, "deepen, eva, fuse, gac, mbr, mined, rerank, sweetspan, unite, vote"),
         ({"tokenizers": []}, "tokenizers"),
     ],
     ids=str,

@@ -1,8 +1,8 @@
 """Decisions: what is recorded is what the members said, recording changes nothing, and the page is safe."""
 
+import dataclasses
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hf_ensemble.recording.decision import Decision, Entry, texts_of_pieces
 from tests import tiny
 from tests.bug_bank.kit import writer
 from tests.contracts import CORE_RECIPES, PROMPTS, large, make_ensemble, padded, prompt_rows, small
+from tests.html_page import Page, check_loads_nothing, page_in_notebook
 
 pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 
@@ -324,29 +325,20 @@ def test_table_without_pandas_says_what_to_install(monkeypatch):
         decisions_of(["a"]).to_dataframe()
 
 
-class Page(HTMLParser):
-    """Tags, attributes, and what stands in the pieces of text."""
-
-    VOID = ("meta",)
+class DecisionsPage(Page):
+    """Also what stands in the pieces of text."""
 
     def __init__(self, source):
-        super().__init__()
-        self.tags, self.attributes, self.open, self.pieces = [], [], [], []
-        self.feed(source)
-        self.close()
+        self.pieces = []
+        super().__init__(source)
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, *pair) for pair in attrs]
-        if tag not in self.VOID:
-            self.open.append((tag, dict(attrs).get("class") or ""))
+        super().handle_starttag(tag, attrs)
         if tag == "span" and "d" in self.open[-1][1].split():
             self.pieces.append("")
 
-    def handle_endtag(self, tag):
-        assert self.open.pop()[0] == tag
-
     def handle_data(self, data):
+        super().handle_data(data)
         if any(tag == "span" and "d" in kind.split() for tag, kind in self.open):
             self.pieces[-1] += data
 
@@ -358,8 +350,7 @@ def page_of(decisions, tmp_path):
 
 def test_page_shows_any_text_as_text(tmp_path):
     source = page_of(decisions_of(NASTY), tmp_path)
-    page = Page(source)
-    assert page.open == []
+    page = DecisionsPage(source)
     assert page.tags.count("script") == 2
     assert not {"img", "u", "link", "iframe"} & set(page.tags)
     assert page.pieces == [text.replace("\x00", "\u2400") for text in NASTY] * 2
@@ -370,16 +361,29 @@ def test_page_shows_any_text_as_text(tmp_path):
 
 def test_page_loads_nothing(ensemble, batch, tmp_path):
     decisions = recorded(ensemble, batch, method="gac").decisions
-    page = Page(page_of(decisions, tmp_path))
-    assert not [a for a in page.attributes if a[1] in ("src", "href", "srcset", "onclick", "onload")]
-    assert [value for tag, key, value in page.attributes if "default-src 'none'" in (value or "")]
-    source = (tmp_path / "page.html").read_text("utf-8")
-    assert not re.search(r"https?://|@import|url\(", source)
+    source = page_of(decisions, tmp_path)
+    check_loads_nothing(source)
     texts = ["".join(d.text + d.control for d in row) for row in decisions]
     pictured = str.maketrans({chr(n): chr(0x2400 + n) for n in range(32) if chr(n) not in "\t\n"})
-    assert "".join(page.pieces) == "".join(texts).translate(pictured)
+    assert "".join(DecisionsPage(source).pieces) == "".join(texts).translate(pictured)
 
 
 def test_page_of_spans_and_of_nothing(ensemble, batch, tmp_path):
     assert "spans" in page_of(recorded(ensemble, batch, method="sweetspan").decisions, tmp_path)
     assert "0 decisions" in page_of(decisions_of([]), tmp_path)
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own(tmp_path):
+    decisions = decisions_of(NASTY)
+    source, height = page_in_notebook(decisions._repr_html_())
+    decisions.to_html(tmp_path / "page.html")
+    assert source == (tmp_path / "page.html").read_text("utf-8")
+    assert page_in_notebook(decisions_of([])._repr_html_())[1] < height
+
+
+def test_a_notebook_shows_the_first_texts_of_many():
+    decisions = decisions_of(["a"])
+    many = dataclasses.replace(decisions, rows=decisions.rows * 25, prompts=decisions.prompts * 25)
+    page = DecisionsPage(page_in_notebook(many._repr_html_())[0])
+    assert "Decisions: 20 of 50 texts" in page.texts
+    assert page.pieces == ["a"] * 20

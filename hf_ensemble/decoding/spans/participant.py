@@ -114,7 +114,7 @@ class Participant(MemberState):
         self._config: SweetSpanConfig = call.config  # type: ignore[assignment]
         self._primary = call.members[0].encoder
         self._processors = LogitsProcessorList(loop.processors)
-        self._do_sample = bool(settings.do_sample)
+        self._draws = call.draws.of_member(index) if settings.do_sample else None
         control_eos = [i for i in eos_ids if member.is_control(i)]
         may_be_written = member.encoder.token_bytes.kinds == TEXT
         may_be_written[control_eos] = True
@@ -143,7 +143,7 @@ class Participant(MemberState):
         written: list[list[int]] = [[] for _ in rows]
         lengths = [0] * len(rows)
         while True:
-            chosen, is_empty = self._choose_ids(rows, logits, written)
+            chosen, is_empty = self._choose_ids(rows, logits, written, lengths)
             steps.append(self._seen(log_probs, chosen, is_empty))
             for place, i in enumerate(chosen.tolist()):
                 written[place].append(i)
@@ -179,9 +179,12 @@ class Participant(MemberState):
         return read_span(ids, token_bytes, self.eos_ids, config.span_length, config.token_limit, row.begun)
 
     def _choose_ids(
-        self, rows: Sequence[SpanRow], logits: Tensor, written: Sequence[Sequence[int]]
+        self, rows: Sequence[SpanRow], logits: Tensor, written: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Choose the next id of every row, and say in which rows there was none to choose, each `(num_rows,)`."""
+        """Choose the next id of every row, and say in which rows there was none to choose, each `(num_rows,)`.
+
+        Nothing is drawn for spans that are complete: whose length is not 0.
+        """
         scores = logits.float().masked_fill(self._is_no_text, -torch.inf)
         early = [place for place, ids in enumerate(written) if self._is_early(rows[place], ids)]
         if early and self.eos_ids:
@@ -195,11 +198,12 @@ class Participant(MemberState):
             scores = torch.cat(of_rows)
         best = scores.amax(-1, keepdim=True)
         is_empty = ~(best[:, 0] > -torch.inf)
-        if not self._do_sample:
+        if self._draws is None:
             return scores.argmax(-1), is_empty
         # The draw fails for all rows if one has no finite score. Such a row draws anything here, and `propose` raises.
         probs = scores.masked_fill(~best.isfinite(), 0.0).softmax(-1)
-        return torch.multinomial(probs, 1)[:, 0], is_empty
+        drawing = [None if length else row.number for row, length in zip(rows, lengths, strict=True)]
+        return self._draws.choose(probs, drawing), is_empty
 
     def _is_early(self, row: SpanRow, ids: Sequence[int]) -> bool:
         """Whether a row holds fewer of the primary's ids than it must before its text may end."""

@@ -1,0 +1,324 @@
+"""What every way of choosing among whole answers works with: candidates, questions, choices, and its options."""
+
+import dataclasses
+import math
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
+
+from typing_extensions import Self
+
+from ..config import MethodConfig, check_option, check_positive_integer, is_local, method_config
+from ..errors import ConfigurationError
+from .functions import Imported, check_importable, path_of
+
+Turns = list[dict[str, Any]]
+"""A conversation: turns with `role` and `content`."""
+
+_Loaded = TypeVar("_Loaded")
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer as one writer wrote it.
+
+    Attributes:
+        writer: Number of the member; None for a method.
+        name: Name of the member or the method.
+        number: Which of the writer's answers it is, from 0 on.
+        ids: The new ids, the one that ended it included: the member's own, or the primary's if a method wrote them.
+        data: What they write; less where it was cut to fit the primary's ids.
+        end: `"eos"` if a control token ended it, `"text"` if a stop string, another criterion or an end id that writes
+            text did; None if it has not ended.
+        log_prob: Natural logarithm of the probability that the member gave the ids; None where nobody has computed it.
+        seconds: Its share of the seconds that the writer took.
+    """
+
+    writer: int | None
+    name: str
+    number: int
+    ids: tuple[int, ...]
+    data: bytes
+    end: Literal["eos", "text"] | None
+    log_prob: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def is_in_primary_ids(self) -> bool:
+        """Whether its ids are the primary's."""
+        return self.writer in (0, None)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One of the answers to choose from.
+
+    Attributes:
+        data: What it writes.
+        ended: Whether it has ended.
+        writers: Who wrote it, members before methods; never nobody.
+        weights: The share of each of them; those of all candidates of a question sum to 1.
+    """
+
+    data: bytes
+    ended: bool
+    writers: tuple[Written, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def text(self) -> str:
+        """The answer as text; U+FFFD stands for what is none."""
+        return self.data.decode("utf-8", "replace")
+
+    @property
+    def weight(self) -> float:
+        """The share of all its writers."""
+        return math.fsum(self.weights)
+
+    @property
+    def has_eos(self) -> bool:
+        """Whether a control token ends it."""
+        return self.writers[0].end == "eos"
+
+    @property
+    def is_primarys(self) -> bool:
+        """Whether the primary is among its writers."""
+        return any(writer.writer == 0 for writer in self.writers)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row of a call.
+
+    Attributes:
+        turns: The conversation that its prompt stands for; one turn of the user if it is plain text.
+        candidates: Its answers, the earliest first.
+    """
+
+    turns: Turns
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def prompt(self) -> str | Turns:
+        """The prompt as a text; the turns of a conversation of more than one."""
+        return self.turns if len(self.turns) > 1 else str(self.turns[0]["content"])
+
+    @property
+    def texts(self) -> list[str]:
+        """The candidates' texts."""
+        return [candidate.text for candidate in self.candidates]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        ranking: Numbers of the candidates, the best first.
+        scores: For each criterion, by its name, what it says of every candidate; None for nothing.
+        answers: What was read out of every candidate, where something was; None for nothing.
+        written: What another model wrote in place of any candidate; None if a candidate is returned.
+    """
+
+    ranking: list[int]
+    scores: dict[str, list[float | None]]
+    answers: list[str | None] | None = None
+    written: str | None = None
+
+
+class Panel:
+    """What a chooser may ask for: the members' view of candidates, and models that were loaded to judge them.
+
+    Args:
+        log_probs: Gives, for some questions, the log-probability of every candidate under every member, with its end; by
+            question, candidate and member, None for members of weight 0.
+        generate_options: Options of `generate` for a model that writes an answer itself.
+        kept: Models that were loaded for earlier calls, by what they were loaded from.
+    """
+
+    def __init__(
+        self,
+        log_probs: Callable[[Sequence[Question]], list[list[list[float | None]]]],
+        generate_options: Mapping[str, Any],
+        kept: dict[Any, Any],
+    ):
+        self.log_probs = log_probs
+        self.generate_options = generate_options
+        self._kept = kept
+
+    def loaded(self, source: Any, load: Callable[[], _Loaded]) -> _Loaded:
+        """What was loaded from a source, now or for an earlier call.
+
+        Args:
+            source: What tells it from others.
+            load: Loads it.
+        """
+        if source not in self._kept:
+            self._kept[source] = load()
+        found: _Loaded = self._kept[source]
+        return found
+
+
+@dataclass(frozen=True)
+class AnswersConfig(MethodConfig):
+    """Base of the ways of choosing among whole answers.
+
+    Reference:
+        Each way names its own.
+    """
+
+    decides: ClassVar[Literal["answers"]] = "answers"
+
+    num_candidates: int = field(default=1, kw_only=True)
+    """Number of answers that every member writes. More than one are sampled."""
+
+    methods: tuple[MethodConfig, ...] = field(default=(), kw_only=True)
+    """Token- or span-level methods, by name or configuration, whose answers are candidates too."""
+
+    generate_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
+    """Options of `generate` with which candidates are written, where the call does not say other: `{"do_sample": True}`."""
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, dict) and option.name != "generate_options":
+                object.__setattr__(self, option.name, self.read_saved(option.name, value))
+        check_positive_integer("num_candidates", self.num_candidates)
+        is_list = isinstance(self.methods, (list, tuple))
+        check_option("methods", self.methods, is_list, "a list of methods")
+        methods = tuple(method_config(method) for method in self.methods)
+        object.__setattr__(self, "methods", methods)
+        for method in methods:
+            if method.decides == self.decides:
+                raise ConfigurationError(
+                    f"`methods` holds {method.name!r}, which chooses among whole answers itself. Name token- or span-level "
+                    "methods."
+                )
+        is_mapping = isinstance(self.generate_options, Mapping) and all(
+            isinstance(k, str) for k in self.generate_options
+        )
+        check_option("generate_options", self.generate_options, is_mapping, "a dictionary of options of `generate`")
+        object.__setattr__(self, "generate_options", dict(self.generate_options))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The method's name and options, as they are saved; functions by their import paths."""
+        options = {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
+        return {"name": self.name, **{name: _saved(value) for name, value in options.items()}}
+
+    def imported(self, is_trusted: bool) -> Self:
+        """The same with functions that a saved configuration names imported; see `MethodConfig.imported`."""
+        options = {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
+        found: dict[str, Any] = {
+            name: value.load(is_trusted) for name, value in options.items() if isinstance(value, Imported)
+        }
+        found |= {
+            name: value.imported(is_trusted) for name, value in options.items() if isinstance(value, MethodConfig)
+        }
+        return dataclasses.replace(self, **found) if found else self
+
+    def check_saveable(self, is_for_hub: bool) -> None:
+        """Refuse options that nobody could load again: functions without an import path, models of this machine."""
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, MethodConfig):
+                value.check_saveable(is_for_hub)
+            elif callable(value):
+                check_importable(value, option.name)
+        for path in self.models if is_for_hub else ():
+            if is_local(path):
+                raise ConfigurationError(
+                    f"method {self.name!r} uses the model {path!r}, a folder of this machine, where nobody else could load "
+                    "it. Push that model to the Hub, and name it by its id."
+                )
+
+    @property
+    def acts_on_one(self) -> bool:
+        """Whether it is more than the primary by itself even where that has all the weight: it may sample, and ranks."""
+        return True
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Hub ids and paths of models that are loaded beside the members."""
+        return ()
+
+    @property
+    def gives_likelihoods(self) -> bool:
+        """Whether it says how likely a text is, so that `score` can use it."""
+        return False
+
+    @property
+    def returns_one(self) -> bool:
+        """Whether there is only one answer to return, whatever the number of candidates."""
+        return False
+
+    def generate_options_beside(self, generation_config: Any) -> dict[str, Any]:
+        """Those of `generate_options` that this generation config leaves open."""
+        return {k: v for k, v in self.generate_options.items() if getattr(generation_config, k, None) is None}
+
+    def check_members(self, num_members: int) -> None:
+        """Check the options of the methods that write against the number of members."""
+        for method in self.methods:
+            method.check_members(num_members)
+
+    def read_saved(self, option: str, value: dict[str, Any]) -> Any:
+        """Read an option that was saved as a dictionary.
+
+        Args:
+            option: Its name.
+            value: The dictionary.
+
+        Raises:
+            ConfigurationError: If it is of no known kind.
+        """
+        if set(value) == {"function"} and isinstance(value["function"], str):
+            return Imported(value["function"])
+        if set(value) == {"pattern", "flags"}:
+            return re.compile(value["pattern"], value["flags"])
+        raise ConfigurationError(f"`{option}` of method {self.name!r} cannot be read: {value!r:.200}.")
+
+    @abstractmethod
+    def choose(self, questions: Sequence[Question], panel: Panel) -> list[Choice]:
+        """Choose among the candidates of each question.
+
+        Args:
+            questions: The questions, each with one candidate at least.
+            panel: What may be asked for.
+
+        Returns:
+            A choice for each question.
+
+        Raises:
+            ConfigurationError: If something that was given (a function, a model) cannot do it.
+        """
+
+
+def _saved(value: Any) -> Any:
+    if isinstance(value, MethodConfig):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_saved(part) for part in value]
+    if isinstance(value, re.Pattern):
+        return {"pattern": value.pattern, "flags": value.flags}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value) and hasattr(value, "to_dict"):
+        return value.to_dict()
+    return {"function": path_of(value)} if callable(value) else value
+
+
+def is_tie(a: float, b: float) -> bool:
+    """Whether two numbers differ by rounding only: three times 1/9 is 1/3."""
+    return a == b or math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+
+
+def best_first(scores: Sequence[float]) -> list[int]:
+    """Rank by scores: the highest, then the highest of the rest, and so on; of a tie the earliest."""
+    ranking: list[int] = []
+    left = list(range(len(scores)))
+    while left:
+        highest = max(scores[index] for index in left)
+        ranking.append(next(index for index in left if is_tie(scores[index], highest)))
+        left.remove(ranking[-1])
+    return ranking

@@ -1,0 +1,145 @@
+"""Functions of the user's in a configuration: called with errors that name them, and saved by their import path."""
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A function that a saved configuration names, and that has not been imported.
+
+    Attributes:
+        path: Its import path, `"module:name"`.
+    """
+
+    path: str
+
+    def load(self, is_trusted: bool) -> Callable[..., Any]:
+        """Import the function.
+
+        Args:
+            is_trusted: Whether its code may run.
+
+        Raises:
+            ConfigurationError: If it may not, or there is none.
+        """
+        if not is_trusted:
+            raise self._untrusted()
+        module, _, name = self.path.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        except Exception as error:
+            raise ConfigurationError(
+                f"the function {self.path!r} of a saved ensemble cannot be imported: {error}. Make its module importable "
+                "here, or pass a `method` of your own."
+            ) from error
+        if not callable(found):
+            raise ConfigurationError(f"{self.path!r}, which a saved ensemble names as a function, is {found!r:.80}.")
+        return found  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any) -> Any:
+        """Refuse: it has not been imported.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise self._untrusted()
+
+    def _untrusted(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"this saved ensemble calls the function {self.path!r}, which runs code of its own. If you trust it, load the "
+            "ensemble with `trust_remote_code=True`; or pass a `method` of your own."
+        )
+
+
+def path_of(function: Any) -> str:
+    """The import path of a function, `"module:name"`, whether or not it can be imported by it."""
+    if isinstance(function, Imported):
+        return function.path
+    owner = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(function, '__module__', owner.__module__)}:{owner.__qualname__}"
+
+
+def check_importable(function: Any, option: str) -> None:
+    """Refuse to save a function that cannot be found by its import path.
+
+    Args:
+        function: The function.
+        option: The option that holds it, for the error.
+
+    Raises:
+        ConfigurationError: If so.
+    """
+    if isinstance(function, Imported):
+        return
+    path = path_of(function)
+    try:
+        is_found = not path.startswith("__main__:") and Imported(path).load(is_trusted=True) is function
+    except ConfigurationError:
+        is_found = False
+    if not is_found:
+        raise ConfigurationError(
+            f"`{option}` is {path!r}, which cannot be imported by that path, so that an ensemble with it cannot be saved. "
+            "Define it as a function of a module."
+        )
+
+
+def call_for_numbers(function: Callable[..., Any], option: str, count: int, *args: Any) -> list[float]:
+    """Call a user's function that has to give so many finite numbers.
+
+    Args:
+        function: The function.
+        option: The option that holds it, for errors.
+        count: Number of numbers.
+        *args: What it is called with.
+
+    Raises:
+        ConfigurationError: If it raises, or gives something else.
+    """
+    found = called(function, option, *args)
+    values = found.tolist() if hasattr(found, "tolist") else found
+    try:
+        numbers = [float(value) for value in values] if not isinstance(values, (str, bytes)) else None
+    except (TypeError, ValueError):
+        numbers = None
+    if numbers is None or len(numbers) != count:
+        got = f"{len(numbers)} numbers" if numbers is not None else f"{found!r:.200}"
+        raise ConfigurationError(f"`{option}` ({path_of(function)}) has to give {count} numbers, but gave {got}.")
+    for place, number in enumerate(numbers):
+        if not math.isfinite(number):
+            about = ", ".join(
+                f"{texts[place]!r:.80}" for texts in args if isinstance(texts, Sequence) and len(texts) == count
+            )
+            raise ConfigurationError(
+                f"`{option}` ({path_of(function)}) has to give finite numbers, but gave {number} for {about or place}."
+            )
+    return numbers
+
+
+def called(function: Callable[..., Any], option: str, *args: Any) -> Any:
+    """Call a user's function.
+
+    Args:
+        function: The function.
+        option: The option that holds it, for the error.
+        *args: What it is called with.
+
+    Raises:
+        ConfigurationError: If it raises.
+    """
+    try:
+        return function(*args)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        given = ", ".join(f"{value!r:.80}" for value in args)
+        raise ConfigurationError(
+            f"`{option}` ({path_of(function)}) raised {type(error).__name__}: {error}, for {given}."
+        ) from error

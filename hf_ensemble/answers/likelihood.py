@@ -1,0 +1,78 @@
+"""How likely whole answers are to every member, with their ends."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..decoding.parts import in_parts
+from ..decoding.prompts import Prompts
+from ..members.member import Member
+from ..methods.base import eos_ids_of
+from ..scoring.by_member import score_by_member
+from ..scoring.pairs import own_pair
+from ..vocabulary.context import MemberContext
+from .base import Candidate
+
+
+def log_probs_of_answers(
+    members: Sequence[Member],
+    prompts: Prompts,
+    weights: Tensor,
+    rows: Sequence[int],
+    answers: Sequence[Sequence[Candidate]],
+    end_ids: Sequence[int],
+) -> list[list[list[float | None]]]:
+    """Let every member of weight above 0 score answers, each in its own ids and all of them together.
+
+    Args:
+        members: The members, the primary first.
+        prompts: What they read of the prompts.
+        weights: Each row's mixing weights, of shape `(num_rows, num_members)`.
+        rows: Numbers of the rows whose answers are scored.
+        answers: For each of them its answers.
+        end_ids: The primary's ids that end a text.
+
+    Returns:
+        By row, answer and member, the natural logarithm of the answer's probability after the prompt. If a control token
+        has ended it, that of any control token which ends a text of the member belongs to it. None for members of weight 0.
+
+    Raises:
+        ConfigurationError: If prompt and answer do not fit a member's positions.
+        MemberError: If a member fails, or gives NaN.
+    """
+    eos_ids = eos_ids_of(members, end_ids)
+    found: list[list[list[float | None]]] = [[[None] * len(members) for _ in of_row] for of_row in answers]
+    for index, member in enumerate(members):
+        items = [
+            (place, number)
+            for place, row in enumerate(rows)
+            if weights[row, index] != 0
+            for number in range(len(answers[place]))
+        ]
+        contexts = prompts.contexts.get(index, [])
+        control_eos = tuple(i for i in eos_ids[index] if member.is_control(i))
+        score = functools.partial(_log_probs_of, member, contexts, control_eos, prompts, rows, answers)
+        for (place, number), log_prob in zip(items, in_parts(items, score), strict=True):
+            found[place][number][index] = log_prob
+    return found
+
+
+def _log_probs_of(
+    member: Member,
+    contexts: Sequence[MemberContext],
+    control_eos: tuple[int, ...],
+    prompts: Prompts,
+    rows: Sequence[int],
+    answers: Sequence[Sequence[Candidate]],
+    items: Sequence[tuple[int, int]],
+) -> list[float]:
+    """One member's log-probability of some answers, each given by the place of its row and its number there."""
+    pairs = []
+    for place, number in items:
+        prompt, answer = prompts.prompt_of_row[rows[place]], answers[place][number]
+        pair = own_pair(member, contexts[prompt], prompts.texts[prompt], answer.data)
+        pairs.append(replace(pair, end_ids=control_eos if answer.has_eos else None))
+    names = [f"answer {number} to row {rows[place]}" for place, number in items]
+    return [one.log_prob for one in score_by_member([member], {0: pairs}, names)[0]]

@@ -1,0 +1,107 @@
+"""Rerank: the answer that the members find likeliest, or that a judge likes best.
+
+Reference:
+    Jiang, Ren and Lin, "LLM-Blender: Ensembling Large Language Models with Pairwise Ranking and Generative Fusion"
+    (https://arxiv.org/abs/2306.02561).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from ..config import METHODS, check_option
+from .base import AnswersConfig, Candidate, Choice, Panel, Question, Turns, best_first
+from .functions import call_for_numbers, path_of
+from .judges import PairRanker, RewardModel, judge_of
+
+Score = Callable[[list[str | Turns], list[str]], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class RerankConfig(AnswersConfig):
+    """Rerank: the candidate of the best score, of a tie the earliest.
+
+    By likelihood that is the lowest mean, over the members of weight above 0, of the bits per byte of the whole answer,
+    its end included, after the prompt.
+
+    Reference:
+        Jiang, Ren and Lin, "LLM-Blender: Ensembling Large Language Models with Pairwise Ranking and Generative Fusion"
+        (https://arxiv.org/abs/2306.02561), for judges.
+
+    Relations:
+        For open answers, which have no right text to agree on. By likelihood it is SweetSpan with one span for the whole
+        answer, and without its filter.
+    """
+
+    name: ClassVar[str] = "rerank"
+    likelihoods_ignore_options: ClassVar[bool] = True
+
+    score: Literal["likelihood"] | RewardModel | PairRanker | Score = "likelihood"
+    """Who scores: `"likelihood"` (the members, in bits per byte), a `RewardModel`, a `PairRanker`, or a function of two
+    lists, prompts and answers, that gives a number for each pair, the higher the better. A prompt is a text, or the turns
+    of a conversation of more than one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        score = self.score
+        is_right = score == "likelihood" or isinstance(score, (RewardModel, PairRanker)) or callable(score)
+        check_option("score", score, is_right, "'likelihood', a `RewardModel`, a `PairRanker` or a function")
+
+    def read_saved(self, option: str, value: dict[str, Any]) -> Any:
+        """Read a judge too; see `AnswersConfig.read_saved`."""
+        return judge_of(value) if option == "score" and "kind" in value else super().read_saved(option, value)
+
+    @property
+    def gives_likelihoods(self) -> bool:
+        """Whether it says how likely a text is: where it ranks by that."""
+        return self.score == "likelihood"
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Hub ids and paths of models that are loaded beside the members."""
+        return (self.score.path,) if isinstance(self.score, (RewardModel, PairRanker)) else ()
+
+    def choose(self, questions: Sequence[Question], panel: Panel) -> list[Choice]:
+        """Choose by score; see `AnswersConfig.choose`."""
+        score = self.score
+        if isinstance(score, (RewardModel, PairRanker)):
+            judge = panel.loaded(score, score.load)
+            scores = [judge.scores(question.turns, question.texts) for question in questions]
+            return [Choice(best_first(row), {score.kind: list(row)}) for row in scores]
+        if callable(score):
+            return self._by_function(score, questions)
+        return [
+            _by_likelihood(question.candidates, log_probs)
+            for question, log_probs in zip(questions, panel.log_probs(questions), strict=True)
+        ]
+
+    def _by_function(self, score: Score, questions: Sequence[Question]) -> list[Choice]:
+        prompts = [question.prompt for question in questions for _ in question.candidates]
+        answers = [text for question in questions for text in question.texts]
+        values = iter(call_for_numbers(score, "score", len(answers), prompts, answers))
+        name = path_of(score).rpartition(":")[2]
+        rows = [[next(values) for _ in question.candidates] for question in questions]
+        return [Choice(best_first(row), {name: list(row)}) for row in rows]
+
+
+def _by_likelihood(candidates: Sequence[Candidate], log_probs: Sequence[Sequence[float | None]]) -> Choice:
+    scores = []
+    for candidate, by_member in zip(candidates, log_probs, strict=True):
+        own = [bits_per_byte(candidate, log_prob) for log_prob in by_member if log_prob is not None]
+        scores.append(math.fsum(own) / len(own) if all(map(math.isfinite, own)) else math.inf)
+    return Choice(best_first([-score for score in scores]), {"bits per byte": list(scores)})
+
+
+def bits_per_byte(candidate: Candidate, log_prob: float) -> float:
+    """Bits per byte of a whole answer, the control token that ends it counted as one byte; infinite for nothing at all.
+
+    Args:
+        candidate: The answer.
+        log_prob: Natural logarithm of its probability, with its end.
+    """
+    num_bytes = len(candidate.data) + candidate.has_eos
+    return -log_prob / (math.log(2) * num_bytes) if num_bytes else math.inf
+
+
+METHODS[RerankConfig.name] = RerankConfig

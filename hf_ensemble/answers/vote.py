@@ -1,0 +1,121 @@
+"""Vote: the answer that most of the weight agrees on; over samples of one model, self-consistency.
+
+Reference:
+    Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models"
+    (https://arxiv.org/abs/2203.11171).
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from .. import messages
+from ..config import METHODS, check_option
+from ..errors import ConfigurationError
+from .base import AnswersConfig, Candidate, Choice, Panel, Question, is_tie
+from .functions import called, path_of
+
+Extractor = Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class VoteConfig(AnswersConfig):
+    """Vote: the answer of the highest weight, and of its candidates the earliest.
+
+    Answers are compared as strings, whether or not the texts that hold them have ended. A tie goes to the primary's answer
+    if it is among the tied, else to the earliest. Candidates without an answer have no vote; if there is no answer at all,
+    the primary's first candidate is returned, with a warning.
+
+    Reference:
+        Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models"
+        (https://arxiv.org/abs/2203.11171).
+
+    Relations:
+        For answers that are equal or not: labels, numbers, short facts. Longer texts are hardly ever equal; see
+        `MbrConfig`.
+    """
+
+    name: ClassVar[str] = "vote"
+
+    extract: str | re.Pattern[str] | Extractor | None = field(default=None)
+    """What is the answer in a text: a regular expression (its last match; the first group of that if it has one), or a
+    function of the text that returns it, or None for no answer. None: the text without white space at its ends."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        extract = self.extract
+        is_right = extract is None or isinstance(extract, (str, re.Pattern)) or callable(extract)
+        check_option("extract", extract, is_right, "a regular expression, a function of a text, or None")
+        if isinstance(extract, str):
+            try:
+                re.compile(extract)
+            except re.error as error:
+                raise ConfigurationError(
+                    f"`extract` has to be a regular expression, but {extract!r:.200} is none: {error}."
+                ) from error
+        elif isinstance(extract, re.Pattern) and not isinstance(extract.pattern, str):
+            raise ConfigurationError(
+                f"`extract` has to be a regular expression over text, not bytes: {extract!r:.200}."
+            )
+
+    @property
+    def least_members(self) -> int:
+        """Number of members from which on it can be better than each of them: of two answers the primary's wins."""
+        return 3 if self.num_candidates == 1 and not self.methods else 1
+
+    def choose(self, questions: Sequence[Question], panel: Panel) -> list[Choice]:
+        """Choose by the weight of answers; see `AnswersConfig.choose`."""
+        return [self._choose(question.candidates) for question in questions]
+
+    def _choose(self, candidates: Sequence[Candidate]) -> Choice:
+        answers = [self._answer_in(candidate.text) for candidate in candidates]
+        groups: dict[str, list[int]] = {}
+        for index, answer in enumerate(answers):
+            if answer is not None:
+                groups.setdefault(answer, []).append(index)
+        weights = {
+            answer: math.fsum(weight for index in group for weight in candidates[index].weights)
+            for answer, group in groups.items()
+        }
+        ranking: list[int] = []
+        left = list(groups)
+        while left:
+            highest = max(weights[answer] for answer in left)
+            tied = [answer for answer in left if is_tie(weights[answer], highest)]
+            by_primary = [answer for answer in tied if any(candidates[index].is_primarys for index in groups[answer])]
+            winner = (by_primary or tied)[0]
+            ranking += groups[winner]
+            left.remove(winner)
+        silent = [index for index, answer in enumerate(answers) if answer is None]
+        if not ranking:
+            silent.sort(key=lambda index: not candidates[index].is_primarys)
+            messages.warn(
+                "no candidate holds an answer, so that there is nothing to vote on: the primary's first is returned. See "
+                f"`extract` ({self._described()})."
+            )
+        scores = [None if answer is None else weights[answer] for answer in answers]
+        return Choice([*ranking, *silent], {"votes": scores}, answers)
+
+    def _answer_in(self, text: str) -> str | None:
+        extract = self.extract
+        if extract is None:
+            return text.strip()
+        if isinstance(extract, (str, re.Pattern)):
+            found = list(re.finditer(extract, text))
+            return found[-1].group(1 if found[-1].re.groups else 0) if found else None
+        answer = called(extract, "extract", text)
+        if answer is not None and not isinstance(answer, str):
+            raise ConfigurationError(
+                f"`extract` ({path_of(extract)}) has to return a string or None, but returned {answer!r:.80} for "
+                f"{text!r:.80}."
+            )
+        return answer
+
+    def _described(self) -> str:
+        extract: Any = self.extract
+        return path_of(extract) if callable(extract) else repr(extract)
+
+
+METHODS[VoteConfig.name] = VoteConfig

@@ -1,0 +1,67 @@
+"""Who draws what is sampled: torch's generator, or one of its own for every row."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Draws:
+    """Draws from distributions, by torch's generator of their device or by one for each row.
+
+    With a generator of its own a row draws the same whatever rows stand beside it: noise is made for it alone, and its
+    largest entry is taken after that has been added to the log-probabilities (Gumbel's). So numbers that differ a little,
+    as in another batch, hardly ever change what is drawn.
+
+    Args:
+        seeds: For each row the seed of its generator; None for torch's.
+    """
+
+    def __init__(self, seeds: Sequence[int] | None = None):
+        self._seeds = seeds
+        self._generators: dict[tuple[int, torch.device], torch.Generator] = {}
+
+    @property
+    def are_seeded(self) -> bool:
+        """Whether every row has a generator of its own."""
+        return self._seeds is not None
+
+    def of_member(self, index: int) -> "Draws":
+        """Draws for the same rows that are independent of these: those of one member beside others."""
+        return Draws(self._seeds and [seed_of(seed, index) for seed in self._seeds])
+
+    def choose(self, probs: Tensor, rows: Sequence[int | None]) -> Tensor:
+        """Draw one entry from every distribution.
+
+        Args:
+            probs: Probabilities, of shape `(num_rows, width)`; they need not sum to 1.
+            rows: Number of the row that each belongs to; None where nothing needs to be drawn, and the best will do.
+
+        Returns:
+            Of shape `(num_rows,)`.
+        """
+        if self._seeds is None:
+            return torch.multinomial(probs, 1)[:, 0]
+        waits = torch.ones_like(probs)
+        for place, row in enumerate(rows):
+            if row is not None:
+                waits[place].exponential_(generator=self._generator(row, probs.device))
+        # Who comes first, if each waits for an exponential time at its rate: with the law of the probabilities.
+        return (probs / waits).argmax(-1)
+
+    def _generator(self, row: int, device: torch.device) -> torch.Generator:
+        assert self._seeds is not None
+        key = row, device
+        if key not in self._generators:
+            self._generators[key] = torch.Generator(device).manual_seed(self._seeds[row])
+        return self._generators[key]
+
+
+def seed_of(*parts: int | str | bytes) -> int:
+    """A seed of 63 bits that depends on all of some parts and their order."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode("utf-8", "replace")
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return int.from_bytes(digest.digest()[:8], "big") >> 1

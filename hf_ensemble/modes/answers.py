@@ -1,0 +1,242 @@
+"""Whole answers: every member writes some by itself, and one of them is chosen."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..answers.base import AnswersConfig, Choice, Panel, Question
+from ..answers.candidates import PrimaryIds, merged
+from ..answers.likelihood import log_probs_of_answers
+from ..answers.record import Answers, record_of
+from ..chat.memory import recall
+from ..decoding.prompts import Prompts, read_prompts
+from ..decoding.refusals import Obstacle, refuse
+from ..errors import ConfigurationError
+from ..recording.names import prompts_of
+from ..scoring.likelihoods import Batch, Found, score_by_spans
+from .base import Mode
+from .registry import mode_of
+from .writing import Asked, Writing
+
+_OF_IDS = (
+    *("bad_words_ids", "force_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id"),
+)
+"""Options that hold ids of one tokenizer."""
+
+_DEFAULT_LENGTH = 20
+"""Most new ids where nobody says how many, as in `transformers`."""
+
+
+@dataclass
+class AnswersOutput(GenerateDecoderOnlyOutput):
+    """What `generate` returns with `return_dict_in_generate` where whole answers are chosen.
+
+    Attributes:
+        answers: All candidates, who wrote them, and what spoke for them.
+    """
+
+    answers: Answers | None = None
+
+
+class AnswersMode(Mode):
+    """A way of choosing among whole answers decides."""
+
+    takes_seed = True
+
+    @property
+    def _config(self) -> AnswersConfig:
+        config = self.call.config
+        assert isinstance(config, AnswersConfig)
+        return config
+
+    def refuse(self) -> None:
+        """Refuse what needs a distribution, or is meant for one tokenizer only; before anything runs."""
+        config, settings, arguments = self._config, self.call.settings, self.call.arguments
+        several, beams = config.num_candidates > 1, settings.num_beams not in (None, 1)
+        no_distribution = "answers are chosen as a whole. See `answers` of the output"
+        outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        one_tokenizer = "every member writes in its own ids"
+        is_shared = self.call.weights.participants != {0}
+        functions = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+        drawn = f"`num_candidates={config.num_candidates}` are samples"
+        is_function = self.call.weights.varies
+        seed = self.call.seed
+        inputs = ", ".join(f"`{name}`" for name in sorted(self.call.primary_inputs))
+        refuse(
+            [
+                *(Obstacle(getattr(settings, name, None), f"`{name}`", no_distribution) for name in outputs),
+                Obstacle(self.call.num_decision_entries is not None, "`output_decisions`", no_distribution),
+                Obstacle(several and not settings.do_sample, "`do_sample=False`", f"{drawn}. Pass `do_sample=True`"),
+                Obstacle(several and beams, f"`num_beams={settings.num_beams}`", f"{drawn}. Pass `num_beams=1`"),
+                Obstacle(is_function, "`weights` that are a function", "a weight counts for a whole answer"),
+                Obstacle(arguments["synced_gpus"], "`synced_gpus`", "members write on one process"),
+                Obstacle(inputs, inputs, "every member reads the prompt by itself"),
+                Obstacle(
+                    seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63),
+                    f"`seed={seed!r}`",
+                    "a seed is an integer from 0 to 2**63 - 1",
+                ),
+            ],
+            f"method {config.name!r}",
+        )
+        refuse(
+            [
+                *(
+                    Obstacle(is_shared and getattr(settings, name, None), f"`{name}`", one_tokenizer)
+                    for name in _OF_IDS
+                ),
+                *(Obstacle(is_shared and arguments[name], f"`{name}`", one_tokenizer) for name in functions),
+            ],
+            f"method {config.name!r} unless only the primary writes",
+        )
+        if config.returns_one and (settings.num_return_sequences or 1) > 1:
+            raise ConfigurationError(
+                f"`num_return_sequences={settings.num_return_sequences}` cannot be used with method {config.name!r}, which "
+                "makes one answer."
+            )
+        for method in config.methods:
+            mode_of(replace(self.call, config=method, seed=None)).refuse()
+
+    def run(self, ensemble: Any, inputs: Tensor | None, options: dict[str, Any]) -> Any:
+        """Write all candidates, choose, and return the primary's ids of what was chosen; see `Mode.run`."""
+        call, config = self.call, self._config
+        primary, settings = call.members[0], call.settings
+        if inputs is None:
+            start = primary.encoder.start_ids
+            if not start:
+                raise ConfigurationError("there is no prompt. Pass `input_ids`.")
+            inputs = torch.tensor([start], device=primary.device)
+        mask = options.get("attention_mask")
+        by_row = copy.copy(call.weights)
+        by_row.expand(len(inputs), 1)
+        weights = by_row.fixed
+        prompts = read_prompts(call.members, call.weights.participants | {0}, "append", inputs, mask, call.own_prompts)
+        max_new_tokens = self._max_new_tokens(ensemble, inputs.shape[1], options)
+        arguments = {name: options.get(name) for name in ("logits_processor", "stopping_criteria")}
+        arguments["prefix_allowed_tokens_fn"] = options.get("prefix_allowed_tokens_fn")
+        asked = Asked(inputs, mask, prompts, weights, settings, max_new_tokens, self._seed(), arguments)
+        writing = Writing(ensemble, call, asked)
+        num_returned = settings.num_return_sequences or 1
+        for row, count in enumerate(writing.num_written):
+            if num_returned > count:
+                raise ConfigurationError(
+                    f"`num_return_sequences={num_returned}` answers cannot be returned: {count} are written to row {row}. "
+                    "Ask for more candidates, or fewer sequences."
+                )
+        ids_of = PrimaryIds(primary, self._end_ids())
+        turns = _turns_of(primary.tokenizer, prompts)
+        questions = [
+            Question(
+                turns[prompts.prompt_of_row[row]],
+                merged(
+                    [ids_of.cut(one, max_new_tokens) for one in written], weights[row].tolist(), config.num_candidates
+                ),
+            )
+            for row, written in enumerate(writing.run())
+        ]
+
+        def log_probs(asked_for: Sequence[Question]) -> list[list[list[float | None]]]:
+            rows = [next(n for n, question in enumerate(questions) if question is one) for one in asked_for]
+            return log_probs_of_answers(
+                call.members, prompts, weights, rows, [one.candidates for one in asked_for], self._end_ids()
+            )
+
+        options_of_writer = {"max_new_tokens": max_new_tokens}
+        choices = config.choose(questions, Panel(log_probs, options_of_writer, call.kept.judges))
+        places = [_places(*pair, num_returned) for pair in zip(questions, choices, strict=True)]
+        rows = [
+            ids_of.of(question.candidates[number])
+            if choice.written is None
+            else ids_of.of_bytes(choice.written.encode())
+            for question, choice, of_row in zip(questions, choices, places, strict=True)
+            for number in of_row
+        ]
+        sequences = self._sequences(inputs, rows, num_returned)
+        self._stream(sequences, inputs.shape[1], options.get("streamer"))
+        if not settings.return_dict_in_generate:
+            return sequences
+        record = record_of(questions, choices, places, prompts_of(primary, inputs, mask), config.name)
+        return AnswersOutput(sequences=sequences, answers=record)  # type: ignore[arg-type]
+
+    def _max_new_tokens(self, ensemble: Any, prompt_length: int, options: dict[str, Any]) -> int:
+        settings = self.call.settings
+        if settings.max_new_tokens is not None:
+            return int(settings.max_new_tokens)
+        given = (options.get("generation_config"), ensemble.generation_config)
+        is_given = options.get("max_length") is not None or any(
+            getattr(config, "max_length", None) is not None for config in given
+        )
+        if not is_given:
+            return _DEFAULT_LENGTH
+        left = int(settings.max_length) - prompt_length
+        if left < 1:
+            raise ConfigurationError(
+                f"the prompt has {prompt_length} ids, but `max_length` is {settings.max_length}. Pass `max_new_tokens`."
+            )
+        return left
+
+    def _seed(self) -> int | None:
+        call = self.call
+        if not call.settings.do_sample:
+            return None
+        return int(torch.randint(2**63 - 1, ())) if call.seed is None else call.seed
+
+    def _end_ids(self) -> list[int]:
+        given = self.call.settings.eos_token_id
+        return [] if given is None else list(torch.as_tensor(given).flatten().tolist())
+
+    def _sequences(self, inputs: Tensor, rows: Sequence[list[int]], num_returned: int) -> Tensor:
+        """Prompts and answers, of shape `(num_rows * num_returned, length)`, padded on the right."""
+        pad = self.call.settings.pad_token_id
+        ends = self.call.members[0].ids_with_row(self._end_ids())
+        filler = int(pad) if pad is not None else (ends or [0])[0]
+        width = max(map(len, rows))
+        new = torch.tensor([[*ids, *[filler] * (width - len(ids))] for ids in rows], dtype=torch.long)
+        return torch.cat([inputs.repeat_interleave(num_returned, dim=0), new.to(inputs.device)], dim=-1)
+
+    def _stream(self, sequences: Tensor, prompt_length: int, streamer: Any) -> None:
+        """Hand out what was chosen, as the stock loop does; nothing can be before."""
+        if streamer is None:
+            return
+        if len(sequences) > 1:
+            raise ConfigurationError(
+                "`streamer` takes one row: leave it out, or give one prompt and ask for one answer."
+            )
+        streamer.put(sequences[:, :prompt_length].cpu())
+        for column in sequences[:, prompt_length:].T:
+            streamer.put(column.cpu())
+        streamer.end()
+
+    def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
+        """Score by the mean over the members of each one's own log-probability, where candidates are ranked so.
+
+        Raises:
+            ConfigurationError: If they are not.
+        """
+        if not self._config.gives_likelihoods:
+            raise ConfigurationError(
+                f"method {self._config.name!r} compares whole answers and gives no text a likelihood. Score with a token- or "
+                'span-level `method`, or with `RerankConfig(score="likelihood")`.'
+            )
+        return score_by_spans(self.call.members, batch)
+
+
+def _places(question: Question, choice: Choice, count: int) -> list[int]:
+    """The candidates that are returned: each fills as many places as it has writers."""
+    return [number for number in choice.ranking for _ in question.candidates[number].writers][:count]
+
+
+def _turns_of(tokenizer: Any, prompts: Prompts) -> list[list[dict[str, Any]]]:
+    """The conversation that each distinct prompt stands for; one turn of the user for plain text."""
+    found = []
+    for ids, data in zip(prompts.ids, prompts.texts, strict=True):
+        conversation = recall(tokenizer, ids)
+        plain = [{"role": "user", "content": data.decode("utf-8", "replace")}]
+        found.append(plain if conversation is None else conversation.with_joined_parts().messages)
+    return found

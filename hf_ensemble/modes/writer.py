@@ -1,0 +1,83 @@
+"""A member by itself that writes candidates: its own loop, with draws of every row's own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import StoppingCriteriaList
+
+from ..decoding.call import Call
+from ..decoding.row_processors import without_padding
+from ..decoding.token_decoder import TokenDecoder
+from ..methods.base import Mixed
+from ..methods.primary_alone import PrimaryAlone
+from ..mixing import log_normalizer
+from .stock_loop import FollowingCriteriaList, Hook
+from .tokens import TokenMode
+
+
+class _Watched(PrimaryAlone):
+    """A member's own logits, as they are, and what tells whether they are numbers."""
+
+    def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
+        mixed = super().mix(logits, weights)
+        return Mixed(mixed.logprobs, log_normalizer(mixed.logprobs)[:, None])
+
+
+class WriterMode(TokenMode):
+    """A member writes by itself. Rows of one prompt share its forward pass.
+
+    Attributes:
+        log_probs: For each step the log-probability of what was written by the member's own distribution, before any
+            option changes it, of shape `(num_rows,)`; none in beam search.
+    """
+
+    def __init__(self, call: Call):
+        super().__init__(call)
+        self.log_probs: list[Tensor] = []
+        self._log_probs_of_step: Tensor | None = None
+
+    def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
+        """Leave them as they are, between what reads the member's state and what draws from what they left."""
+        call, settings = self.call, self.call.settings
+        member, do_sample = call.members[0], settings.do_sample
+        stock = [without_padding(item, prompt_mask) for item in stock]
+        if settings.num_beams > 1:
+            return [Hook(self._check_beams), *stock]
+        shares = len({tuple(row) for row in prompt_ids.tolist()}) < len(prompt_ids)
+        decoder = self.decoder = TokenDecoder(
+            call,
+            _Watched(call.kept.union, [[]], member.device),
+            prompt_ids,
+            prompt_mask,
+            # The stock loop warns of no control token.
+            end_ids=range(member.vocab_size),
+            is_wide=False,
+            runs_primary=not call.needs_stock_passes and (shares or member.is_captured),
+            max_new_tokens=settings.max_length - prompt_ids.shape[1],
+        )
+
+        def begin(_: Tensor, scores: Tensor) -> Tensor:
+            logits = decoder.fuse(scores, add_level=False)
+            self._log_probs_of_step = logits.log_softmax(-1)
+            return logits
+
+        return [Hook(begin), *stock, Hook(lambda _, scores: decoder.select(scores, do_sample))]
+
+    def _check_beams(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if bool(scores.isnan().any()):
+            raise self.call.members[0].not_finite("while it searched with beams")
+        return scores
+
+    def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
+        """Let the decoder follow what is written, and keep how likely that was."""
+        if self.decoder is None:
+            return stock
+
+        def follow(input_ids: Tensor, done: Tensor) -> Tensor:
+            found = self._log_probs_of_step
+            assert found is not None
+            self.log_probs.append(found.gather(-1, input_ids[:, -1:].to(found.device))[:, 0])
+            return self.decoder.receive(input_ids, done)
+
+        return FollowingCriteriaList(stock, follow, self.decoder.run_ahead)

@@ -1,0 +1,333 @@
+"""Candidates: what every member, and every method that is named, writes to the prompts of a call."""
+
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from ..answers.base import AnswersConfig, Written
+from ..config import MethodConfig
+from ..decoding.call import Call
+from ..decoding.draws import Draws, seed_of
+from ..decoding.parts import in_parts
+from ..decoding.prompts import Prompts
+from ..errors import ConfigurationError
+from ..members.member import Member
+from ..members.state import padded_left
+from ..recording.names import names_of
+from .registry import mode_of
+from .stop_strings import stop_string_criteria
+from .writer import WriterMode
+
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
+
+_PATIENCE = 3.0
+"""Seconds before a progress bar is shown."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call asks its writers for.
+
+    Attributes:
+        inputs: The primary's prompt ids, of shape `(num_rows, length)`, left-padded.
+        mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
+        prompts: What every member reads.
+        weights: Each row's mixing weights, of shape `(num_rows, num_members)`.
+        settings: The options of the call.
+        max_new_tokens: Most ids of an answer.
+        seed: From which everybody's seeds follow; None where nothing is drawn.
+        arguments: Processors and criteria of the call, by the names that `generate` has for them.
+    """
+
+    inputs: Tensor
+    mask: Tensor | None
+    prompts: Prompts
+    weights: Tensor
+    settings: Any
+    max_new_tokens: int
+    seed: int | None
+    arguments: dict[str, Any]
+
+
+class Writing:
+    """Lets all writers of a call write.
+
+    Args:
+        ensemble: The `EnsembleForCausalLM`.
+        call: What the call works with.
+        asked: What is asked for.
+    """
+
+    def __init__(self, ensemble: Any, call: Call, asked: Asked):
+        self._ensemble, self._call, self._asked = ensemble, call, asked
+        config = call.config
+        assert isinstance(config, AnswersConfig)
+        self._config = config
+        self._num_rows = len(asked.inputs)
+        self._names = names_of(call.members)
+        self._rows_of = {
+            index: (asked.weights[:, index] != 0).nonzero()[:, 0].tolist()
+            for index in sorted(call.weights.participants)
+        }
+
+    @property
+    def num_written(self) -> list[int]:
+        """How many answers are written to each row."""
+        count = self._config.num_candidates
+        members = [sum(row in rows for rows in self._rows_of.values()) for row in range(self._num_rows)]
+        return [count * num_members + len(self._config.methods) for num_members in members]
+
+    def run(self) -> list[list[Written]]:
+        """Write, on every device at the same time.
+
+        Returns:
+            For each row what was written to it.
+
+        Raises:
+            MemberError: If a member fails.
+        """
+        by_device: dict[torch.device, list[int]] = {}
+        for index in self._rows_of:
+            by_device.setdefault(self._call.members[index].device, []).append(index)
+        found: list[list[Written]] = [[] for _ in range(self._num_rows)]
+        with logging.tqdm(total=sum(self.num_written), desc="candidates", unit="answer", delay=_PATIENCE) as bar:
+
+            def write_all(indices: Sequence[int]) -> list[tuple[int, Written]]:
+                written = []
+                for index in indices:
+                    written += self._by_member(index)
+                    bar.update(len(self._rows_of[index]) * self._config.num_candidates)
+                return written
+
+            for row, written in _side_by_side(write_all, list(by_device.values())):
+                found[row].append(written)
+            for number, method in enumerate(self._config.methods):
+                for row, written in self._by_method(number, method):
+                    found[row].append(written)
+                bar.update(self._num_rows)
+        return found
+
+    # Members
+
+    def _by_member(self, index: int) -> list[tuple[int, Written]]:
+        member, prompts = self._call.members[index], self._asked.prompts
+        contexts = prompts.contexts[index]
+        rows = self._rows_of[index]
+        for row in rows:
+            if contexts[prompts.prompt_of_row[row]].sits_out:
+                raise ConfigurationError(
+                    f"the prompt of row {row} ends inside a character, which member {member.name!r} cannot continue. Give "
+                    "whole characters."
+                )
+        alone = self._alone(index)
+        settings = self._settings_of(index)
+        items = [(row, number) for row in rows for number in range(self._config.num_candidates)]
+
+        def write(some: Sequence[tuple[int, int]]) -> list[tuple[int, Written]]:
+            ids, mask = padded_left(
+                [contexts[prompts.prompt_of_row[row]].ids for row, _ in some], member.tokenizer.pad_token_id or 0
+            )
+            call = alone.new_call()
+            call.draws = self._draws(index, member.name, some)
+            return self._run(WriterMode(call), alone, ids, mask, settings, some)
+
+        written = in_parts(items, write)
+        return [(row, replace(one, writer=index, name=self._names[index])) for row, one in written]
+
+    def _alone(self, index: int) -> Any:
+        """A member as an ensemble of one, whose generation config says nothing."""
+        kept = self._call.kept.alone
+        if index not in kept:
+            kept[index] = self._ensemble.alone(index)
+            kept[index].generation_config = GenerationConfig()
+        return kept[index]
+
+    def _settings_of(self, index: int) -> Any:
+        """The options of the call as they are for one member."""
+        own, member = self._own_settings(), self._call.members[index]
+        if index > 0:
+            own.eos_token_id = list(member.eos_token_ids) or None
+            own.pad_token_id = member.tokenizer.pad_token_id
+            own.bos_token_id = None
+        return own
+
+    def _own_settings(self) -> Any:
+        asked = self._asked
+        own = copy.deepcopy(asked.settings)
+        own.max_new_tokens, own.max_length = asked.max_new_tokens, None
+        # It counts the prompt, of which every member has another number of ids.
+        own.min_new_tokens = max(own.min_new_tokens or 0, (own.min_length or 0) - asked.inputs.shape[1]) or None
+        own.min_length = None
+        own.num_return_sequences = 1
+        own.return_dict_in_generate = False
+        return own
+
+    # Methods
+
+    def _by_method(self, number: int, method: MethodConfig) -> list[tuple[int, Written]]:
+        call, asked = self._call, self._asked
+
+        def write(rows: Sequence[int]) -> list[tuple[int, Written]]:
+            own = None if call.own_prompts is None else call.own_prompts.of_rows(rows)
+            items = [(row, 0) for row in rows]
+            twin = replace(
+                call,
+                config=method,
+                weights=call.weights.of_prompts(rows) if call.weights.num_rows > 1 else copy.copy(call.weights),
+                own_prompts=own,
+                seed=None,
+                draws=self._draws(len(call.members) + number, method.name, items),
+            )
+            mode = mode_of(twin)
+            mode.refuse()
+            ids = asked.inputs[list(rows)]
+            mask = None if asked.mask is None else asked.mask[list(rows)]
+            settings = self._own_settings()
+            twin.settings = settings
+            return self._run(mode, self._ensemble, ids, mask, settings, items)
+
+        return [(row, replace(one, name=method.name)) for row, one in in_parts(range(self._num_rows), write)]
+
+    def _draws(self, index: int, name: str, items: Sequence[tuple[int, int]]) -> Draws:
+        seed, prompt_of_row = self._asked.seed, self._asked.prompts.prompt_of_row
+        if seed is None:
+            return Draws()
+        seeds = []
+        for row, number in items:
+            prompt = prompt_of_row[row]
+            num_earlier = prompt_of_row[:row].count(prompt)
+            seeds.append(seed_of(seed, name, index, self._asked.prompts.texts[prompt], num_earlier, number))
+        return Draws(seeds)
+
+    # Running one of them
+
+    def _run(
+        self,
+        mode: Any,
+        ensemble: Any,
+        ids: Tensor,
+        mask: Tensor | None,
+        settings: Any,
+        items: Sequence[tuple[int, int]],
+    ) -> list[tuple[int, Written]]:
+        """Let a mode write to rows, and read what it has written.
+
+        Args:
+            mode: The mode.
+            ensemble: Whose stock loop runs: the ensemble, or a member as an ensemble of one.
+            ids: Prompt ids of the one who writes, of shape `(num_items, length)`, left-padded.
+            mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
+            settings: The options.
+            items: For each row its number in the call, and which of the writer's answers it is.
+        """
+        writer = mode.call.members[0]
+        is_primary = writer is self._call.members[0]
+        arguments = self._asked.arguments if is_primary else dict.fromkeys(self._asked.arguments)
+        mode.call.ends = []
+        began = time.perf_counter()
+        output = ensemble.generate_in(
+            mode,
+            ids.to(writer.device),
+            attention_mask=None if mask is None else mask.to(writer.device),
+            generation_config=settings,
+            tokenizer=writer.tokenizer,
+            **arguments,
+        )
+        found = list(read_answers(writer, output, ids.shape[1], settings, mode.call.ends, arguments))
+        log_probs = _summed(getattr(mode, "log_probs", []), [len(new) for new, _ in found])
+        seconds = (time.perf_counter() - began) / len(items)
+        return [
+            (row, Written(None, "", number, new, writer.encoder.token_bytes.write(new), end, log_prob, seconds))
+            for (row, number), (new, end), log_prob in zip(items, found, log_probs, strict=True)
+        ]
+
+
+def _side_by_side(run: Callable[[_Item], list[_Made]], items: Sequence[_Item]) -> list[_Made]:
+    """Run items at the same time, each in a thread of its own; one alone stays in this thread."""
+    if len(items) < 2:
+        return [made for item in items for made in run(item)]
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+
+    def run_alike(item: _Item) -> list[_Made]:
+        # What a thread has of its own is as it is here.
+        with contextlib.ExitStack() as stack:
+            for kind, dtype in dtypes.items():
+                stack.enter_context(torch.autocast(kind, dtype))
+            return run(item)
+
+    with ThreadPoolExecutor(len(items)) as pool:
+        return [made for part in pool.map(run_alike, items) for made in part]
+
+
+def _summed(steps: Sequence[Tensor], lengths: Sequence[int]) -> list[float | None]:
+    """Sums of each row's first log-probabilities; None where there are none."""
+    if not steps:
+        return [None] * len(lengths)
+    rows = torch.stack(list(steps), dim=-1).double().tolist()
+    return [math.fsum(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def read_answers(
+    member: Member,
+    output: Tensor,
+    prompt_length: int,
+    settings: Any,
+    ends: Sequence[Tensor],
+    arguments: dict[str, Any],
+) -> Iterator[tuple[tuple[int, ...], Literal["eos", "text"] | None]]:
+    """Read what was written, without what fills rows that ended before others.
+
+    Args:
+        member: Whose ids they are.
+        output: All ids, of shape `(num_rows, length)`.
+        prompt_length: Number of ids of the prompts, padding included.
+        settings: The options.
+        ends: For each step which rows the criteria had ended, of shape `(num_rows,)`. Not read of a beam search.
+        arguments: Processors and criteria of the call.
+
+    Yields:
+        For each row the new ids, and what ended it: see `Written`.
+    """
+    given = [] if settings.eos_token_id is None else torch.as_tensor(settings.eos_token_id).flatten().tolist()
+    end_ids = set(member.ids_with_row(given))
+    stop = None
+    if settings.stop_strings is not None:
+        stop = stop_string_criteria(settings.stop_strings, member.tokenizer)
+
+    def is_stopped(row: Tensor) -> bool:
+        return stop is not None and bool(stop(row[None], None).any())
+
+    # What else than a criterion of the user's may have ended a row before its length.
+    is_early = bool(arguments.get("stopping_criteria")) and settings.max_time is None
+    done = torch.stack(list(ends)).T.tolist() if ends and settings.num_beams == 1 else [[]] * len(output)
+    for row, done_at in zip(output, done, strict=True):
+        new = row[prompt_length:].tolist()
+        if settings.num_beams == 1:
+            length = done_at.index(True) + 1 if True in done_at else len(new)
+        else:
+            # Beams leave nothing but their ids.
+            length = next((n for n, i in enumerate(new, start=1) if i in end_ids), len(new))
+            if length == len(new) and new[-1:] and new[-1] not in end_ids:
+                while length and new[length - 1] == settings.pad_token_id and member.is_control(new[length - 1]):
+                    length -= 1
+            steps = range(1, length) if stop is not None else ()
+            length = next((n for n in steps if is_stopped(row[: prompt_length + n])), length)
+        new = new[:length]
+        end: Literal["eos", "text"] | None = None
+        if new and new[-1] in end_ids:
+            end = "eos" if member.is_control(new[-1]) else "text"
+        elif is_stopped(row[: prompt_length + length]) or (is_early and length < settings.max_new_tokens):
+            end = "text"
+        yield tuple(new), end

@@ -1,0 +1,63 @@
+"""Pages that need no network: their frame, texts that cannot break them, and how a notebook shows one."""
+
+import html
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
+"""A visible sign for every control character that a page cannot show; tab and newline have signs of their own."""
+
+MOST_IN_NOTEBOOK = 20
+"""Number of texts, or prompts, that a notebook shows of a record."""
+
+
+def page(package: str, name: str, title: str, parts: Mapping[str, str], has_script: bool = False) -> str:
+    """Make one page that loads nothing.
+
+    Args:
+        package: The package that holds `name.html`, its body below the heading, in which a name between `@@` and `@@`
+            stands for a part; and `name.css`, its style beside that of the frame.
+        name: Name of both files.
+        title: Heading, as it is to be read.
+        parts: HTML by the names in the body.
+        has_script: Whether the body runs a script.
+    """
+    frame = {
+        "title": escaped(title),
+        "scripts": "; script-src 'unsafe-inline'" if has_script else "",
+        "style": _read(package, f"{name}.css").strip(),
+        "body": _filled(_read(package, f"{name}.html").strip(), parts),
+    }
+    return _filled(_read(__package__, "page_frame.html"), frame)
+
+
+def _read(package: str, name: str) -> str:
+    return resources.files(package).joinpath(name).read_text("utf-8")
+
+
+def _filled(template: str, parts: Mapping[str, str]) -> str:
+    # Split first, then filled: a text that holds `@@` must not be taken for a place to fill.
+    return "".join(piece if n % 2 == 0 else parts[piece] for n, piece in enumerate(template.split("@@")))
+
+
+def escaped(text: str) -> str:
+    """A text as HTML, with signs for control characters."""
+    return html.escape(text.translate(PICTURES))
+
+
+def marked(text: str) -> str:
+    """Escape a text, and put signs for tabs and newlines before them, which are not copied with the text."""
+    return escaped(text).replace("\t", '<b class="tab"></b>\t').replace("\n", '<b class="newline"></b>\n')
+
+
+def in_notebook(source: str, texts: Sequence[str]) -> str:
+    """A page as a piece of a notebook: in a frame of its own, so that neither's style or script reaches the other.
+
+    Args:
+        source: The page.
+        texts: What it shows, for its height: each takes a line or more.
+    """
+    lines = sum(1 + len(line) // 90 for text in texts for line in text.split("\n"))
+    height = min(240 + 24 * lines, 640)
+    style = f"display: block; width: 100%; height: {height}px; border: 0"
+    return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(source)}"></iframe>'
