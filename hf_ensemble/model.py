@@ -283,7 +283,16 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         """Let a call know its generation options, and what was passed in for the primary beside its prompt."""
         given = call.config.generate_options_beside(generation_config)
         given |= {key: value for key, value in kwargs.items() if value is not None}
+        num_returned = None
+        if call.config.decides == "answers":
+            # Several answers may be returned of which each writer has written one, greedily.
+            sources = (given.pop("num_return_sequences", None), generation_config, self.generation_config)
+            found = (getattr(source, "num_return_sequences", source) for source in sources)
+            num_returned = next((count for count in found if isinstance(count, int)), 1)
+            given["num_return_sequences"] = 1
         call.settings, others = self._prepare_generation_config(generation_config, **given)  # type: ignore[misc]
+        if num_returned is not None:
+            call.settings.num_return_sequences = num_returned
         call.primary_inputs = frozenset(others).difference(_OF_THE_PROMPT)
 
     @torch.no_grad()

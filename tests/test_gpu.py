@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hf_ensemble import DeepenConfig, EnsembleForCausalLM, MemberError
+from hf_ensemble import DeepenConfig, EnsembleForCausalLM, MbrConfig, MemberError, VoteConfig
 from hf_ensemble.methods.base import CapturedMix
+from hf_ensemble.modes.writing import Writing
 from hf_ensemble.vocabulary import relative
 from tests import tiny
 
@@ -249,3 +250,50 @@ def test_half_precision_rows_of_deepen_are_those_of_float32(num_keys, copies_anc
     half = relative.RelativeRows(embeddings, anchors, 100.0).form(ids)
     full = relative.RelativeRows(embeddings.cpu().float(), anchors.cpu(), 100.0).form(ids.cpu())
     torch.testing.assert_close(half.cpu(), full, atol=1e-6, rtol=1e-3)
+
+
+# --- Whole answers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+@pytest.mark.parametrize("method", ["vote", "mbr", "rerank"])
+def test_answers_are_chosen_alike_on_every_placement(method, devices):
+    """Members on different devices write at the same time."""
+    expected, found = make(method, ("cpu", "cpu")), make(method, devices)
+    assert generate(found, do_sample=False) == generate(expected, do_sample=False)
+    assert generate(found, do_sample=False, num_beams=3) == generate(expected, do_sample=False, num_beams=3)
+
+
+@pytest.mark.parametrize(
+    "method", [VoteConfig(num_candidates=4), MbrConfig(num_candidates=3, methods=("gac",))], ids=str
+)
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu")])
+def test_samples_of_a_row_alone_are_those_in_a_batch(method, devices):
+    ensemble = make(method, devices)
+    options = {"do_sample": True, "seed": 5, "max_new_tokens": 12, "return_dict_in_generate": True}
+    inputs = ensemble.tokenizer(PROMPTS, return_tensors="pt", padding=True).to(ensemble.device)
+    state = torch.cuda.get_rng_state()
+    together = ensemble.generate(**inputs, **options).answers
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    for prompt, row in zip(PROMPTS, together, strict=True):
+        inputs = ensemble.tokenizer(prompt, return_tensors="pt").to(ensemble.device)
+        (alone,) = ensemble.generate(**inputs, **options).answers
+        assert [answer.data for answer in alone] == [answer.data for answer in row]
+        assert [answer.rank for answer in alone] == [answer.rank for answer in row]
+
+
+def test_rows_are_written_in_parts_where_memory_does_not_do_for_all(monkeypatch):
+    ensemble = make(VoteConfig(num_candidates=4), ("cuda", "cuda"))
+    options = {"do_sample": True, "seed": 5}
+    expected = generate(ensemble, **options)
+    run, sizes = Writing._run, []
+
+    def run_few(self, mode, model, ids, *rest):
+        sizes.append(len(ids))
+        if len(ids) > 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return run(self, mode, model, ids, *rest)
+
+    monkeypatch.setattr(Writing, "_run", run_few)
+    assert generate(ensemble, **options) == expected
+    assert sizes == [12, 6, 3, 3, 6, 3, 3] * 2

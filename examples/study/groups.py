@@ -13,8 +13,9 @@ from trained import without_seed
 
 HEADS = ["exact match, %", "F1, %", "to the best member (95 %)", "each seed"]
 HEADS += ["bits per byte", "to the best member (95 %)", "tokens", "seconds"]
-SETS = {"qamr": "QAMR", "squad": "SQuAD", "gsm": "GSM8K", "qa": "QAMR"}
+SETS = {"qamr": "QAMR", "squad": "SQuAD", "gsm": "GSM8K", "triviaqa": "TriviaQA", "nq": "NQ", "qa": "QAMR"}
 METHODS = {"gac": "GaC", "unite": "UniTE", "mined": "MinED", "eva": "EVA", "deepen": "DeePEn", "sweetspan": "spans"}
+METHODS |= {"vote": "vote", "mbr": "MBR", "rerank": "rerank"}
 OPTIONS = {
     "span_length=1": "of 1 word",
     "span_length=": "of {} words",
@@ -25,6 +26,11 @@ OPTIONS = {
     "learning_rate=": "rate {}",
     "threshold=tuned": "gate from dev",
     "threshold=": "gate {}",
+    "num_candidates=": "{} samples each",
+    "methods=gac": "GaC too",
+    "methods=sweetspan": "spans of 4 words too",
+    "@1,0": "the first alone",
+    "@0,1": "the second alone",
     "@dev": "weights from dev scores",
     "@tuned": "weights tuned on dev",
     "@": "weights {}",

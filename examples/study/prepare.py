@@ -1,6 +1,7 @@
 """The study's sets, from the original files: questions to train on, development sets, and half of each test set.
 
     python examples/study/prepare.py --qamr QAMR --xquad XQUAD --gsm8k GSM8K    # folders: clones, at the commits below
+    python examples/study/prepare.py --open DATA                                # TriviaQA and NQ, for members as they are
     python examples/study/prepare.py --small                                    # a made-up world, for trying the stages
 
 QAMR: https://github.com/uwnlp/qamr at 956b0eb. XQuAD: https://github.com/google-deepmind/xquad at 7d30520. GSM8K:
@@ -9,6 +10,9 @@ https://github.com/openai/grade-school-math at 3101c7d.
 QAMR's questions are asked about a sentence among 0 to 4 others. No document is in more than one of its sets. Test sets are
 cut in halves by a hash of the sentence, paragraph or problem that an example is about; half `a` is what the study reports
 on, the other is kept for checking what the study says.
+
+DATA is a folder of development sets, as for `examples/evaluation_sets.py`. Its questions stand behind worked examples, without
+a text that holds the answer.
 """
 
 import argparse
@@ -165,6 +169,17 @@ def gsm(folder: Path, part: str) -> list[dict]:
     return examples
 
 
+def open_questions(data: Path, name: str) -> list[dict]:
+    head = (data / f"{name}_prompt.txt").read_text("utf-8").rstrip() + "\n\n"
+    examples = []
+    for n, line in enumerate((data / f"{name}_dev.jsonl").read_text("utf-8").rstrip("\n").split("\n")):
+        record = json.loads(line)
+        answers = [record["answer"]] if isinstance(record["answer"], str) else record["answer"]
+        prompt = f"{head}Question: {record['question']}\nAnswer:"
+        examples.append({"cluster": f"{name} {n}", "prompt": prompt, "answers": answers})
+    return examples
+
+
 def half_of(examples: list[dict], half: str) -> list[dict]:
     return [x for x in examples if "ab"[int(hashlib.sha256(x["cluster"].encode()).hexdigest(), 16) % 2] == half]
 
@@ -175,8 +190,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, help="a clone of its repository")
     parser.add_argument("--folder", type=Path, default=Path("study"), help="of the study; the sets go to its `sets`")
     parser.add_argument("--half", choices=("a", "b"), default="a", help="of the test sets")
+    parser.add_argument("--open", type=Path, help="a folder of development sets: these alone are made")
     parser.add_argument("--small", action="store_true", help="a made-up world instead")
     args = parser.parse_args()
+    if args.open is not None:
+        write(args.folder, {f"{name}_dev": open_questions(args.open, name) for name in ("triviaqa", "nq")}, True)
+        return
     sizes = Sizes()
     if args.small:
         sizes = made_up.SIZES
@@ -196,12 +215,16 @@ def main() -> None:
     ):
         sets[f"{name}_test_{args.half}"] = half_of(examples, args.half)
 
-    (args.folder / "sets").mkdir(parents=True, exist_ok=True)
+    write(args.folder, sets, args.small)
+
+
+def write(folder: Path, sets: dict[str, list[dict]], may_differ: bool) -> None:
+    (folder / "sets").mkdir(parents=True, exist_ok=True)
     for name, examples in sets.items():
         data = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples).encode()
-        (args.folder / "sets" / f"{name}.jsonl").write_bytes(data)
+        (folder / "sets" / f"{name}.jsonl").write_bytes(data)
         as_known = hashlib.sha256(data).hexdigest().startswith(SHA256.get(name, ""))
-        print(f"{name}: {len(examples)}" + ("" if as_known or args.small else ", NOT what the study had"))
+        print(f"{name}: {len(examples)}" + ("" if as_known or may_differ else ", NOT what the study had"))
 
 
 if __name__ == "__main__":

@@ -43,12 +43,14 @@ class Draws:
         """
         if self._seeds is None:
             return torch.multinomial(probs, 1)[:, 0]
-        waits = torch.ones_like(probs)
+        bits = torch.zeros(probs.shape, dtype=torch.int32, device=probs.device)
         for place, row in enumerate(rows):
             if row is not None:
-                waits[place].exponential_(generator=self._generator(row, probs.device))
-        # Who comes first, if each waits for an exponential time at its rate: with the law of the probabilities.
-        return (probs / waits).argmax(-1)
+                bits[place].random_(generator=self._generator(row, probs.device))
+        # Who comes first, if each waits for an exponential time at its rate: with the law of the probabilities. Torch's own
+        # exponential times take four times as long on a CPU.
+        waits = bits.float().add_(0.5).mul_(-(2.0**-31)).log1p_().neg_()
+        return torch.div(probs, waits, out=waits).argmax(-1)
 
     def _generator(self, row: int, device: torch.device) -> torch.Generator:
         assert self._seeds is not None

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..answers.base import AnswersConfig, Choice, Panel, Question
+from ..answers.base import AnswersConfig, Choice, Panel, Question, Written
 from ..answers.candidates import PrimaryIds, merged
 from ..answers.likelihood import log_probs_of_answers
 from ..answers.record import Answers, record_of
 from ..chat.memory import recall
+from ..config import is_integer
 from ..decoding.prompts import Prompts, read_prompts
 from ..decoding.refusals import Obstacle, refuse
 from ..errors import ConfigurationError
@@ -28,6 +29,9 @@ _OF_IDS = (
     *("forced_bos_token_id", "forced_eos_token_id"),
 )
 """Options that hold ids of one tokenizer."""
+
+_FUNCTIONS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+"""Arguments that act on ids of one tokenizer."""
 
 _DEFAULT_LENGTH = 20
 """Most new ids where nobody says how many, as in `transformers`."""
@@ -63,7 +67,6 @@ class AnswersMode(Mode):
         outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         one_tokenizer = "every member writes in its own ids"
         is_shared = self.call.weights.participants != {0}
-        functions = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
         drawn = f"`num_candidates={config.num_candidates}` are samples"
         is_function = self.call.weights.varies
         seed = self.call.seed
@@ -73,12 +76,18 @@ class AnswersMode(Mode):
                 *(Obstacle(getattr(settings, name, None), f"`{name}`", no_distribution) for name in outputs),
                 Obstacle(self.call.num_decision_entries is not None, "`output_decisions`", no_distribution),
                 Obstacle(several and not settings.do_sample, "`do_sample=False`", f"{drawn}. Pass `do_sample=True`"),
+                Obstacle(
+                    settings.do_sample and beams and not several,
+                    f"`num_beams={settings.num_beams}`",
+                    "sampled beams are drawn by torch's generator for all rows together. Pass `num_beams=1`, or "
+                    "`do_sample=False`",
+                ),
                 Obstacle(several and beams, f"`num_beams={settings.num_beams}`", f"{drawn}. Pass `num_beams=1`"),
                 Obstacle(is_function, "`weights` that are a function", "a weight counts for a whole answer"),
                 Obstacle(arguments["synced_gpus"], "`synced_gpus`", "members write on one process"),
                 Obstacle(inputs, inputs, "every member reads the prompt by itself"),
                 Obstacle(
-                    seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63),
+                    seed is not None and not (is_integer(seed) and 0 <= seed < 2**63),
                     f"`seed={seed!r}`",
                     "a seed is an integer from 0 to 2**63 - 1",
                 ),
@@ -88,10 +97,12 @@ class AnswersMode(Mode):
         refuse(
             [
                 *(
-                    Obstacle(is_shared and getattr(settings, name, None), f"`{name}`", one_tokenizer)
+                    Obstacle(
+                        is_shared and getattr(settings, name, None) not in (None, [], {}), f"`{name}`", one_tokenizer
+                    )
                     for name in _OF_IDS
                 ),
-                *(Obstacle(is_shared and arguments[name], f"`{name}`", one_tokenizer) for name in functions),
+                *(Obstacle(is_shared and arguments[name], f"`{name}`", one_tokenizer) for name in _FUNCTIONS),
             ],
             f"method {config.name!r} unless only the primary writes",
         )
@@ -105,64 +116,75 @@ class AnswersMode(Mode):
 
     def run(self, ensemble: Any, inputs: Tensor | None, options: dict[str, Any]) -> Any:
         """Write all candidates, choose, and return the primary's ids of what was chosen; see `Mode.run`."""
-        call, config = self.call, self._config
-        primary, settings = call.members[0], call.settings
-        if inputs is None:
-            start = primary.encoder.start_ids
-            if not start:
-                raise ConfigurationError("there is no prompt. Pass `input_ids`.")
-            inputs = torch.tensor([start], device=primary.device)
-        mask = options.get("attention_mask")
-        by_row = copy.copy(call.weights)
-        by_row.expand(len(inputs), 1)
-        weights = by_row.fixed
-        prompts = read_prompts(call.members, call.weights.participants | {0}, "append", inputs, mask, call.own_prompts)
-        max_new_tokens = self._max_new_tokens(ensemble, inputs.shape[1], options)
-        arguments = {name: options.get(name) for name in ("logits_processor", "stopping_criteria")}
-        arguments["prefix_allowed_tokens_fn"] = options.get("prefix_allowed_tokens_fn")
-        asked = Asked(inputs, mask, prompts, weights, settings, max_new_tokens, self._seed(), arguments)
+        call, settings = self.call, self.call.settings
+        primary, num_returned = call.members[0], settings.num_return_sequences or 1
+        asked = self._ask(ensemble, inputs, options)
         writing = Writing(ensemble, call, asked)
-        num_returned = settings.num_return_sequences or 1
-        for row, count in enumerate(writing.num_written):
-            if num_returned > count:
-                raise ConfigurationError(
-                    f"`num_return_sequences={num_returned}` answers cannot be returned: {count} are written to row {row}. "
-                    "Ask for more candidates, or fewer sequences."
-                )
+        writing.check(num_returned)
+        if options.get("streamer") is not None and len(asked.inputs) * num_returned > 1:
+            raise ConfigurationError(
+                "`streamer` takes one row: leave it out, or give one prompt and ask for one answer."
+            )
         ids_of = PrimaryIds(primary, self._end_ids())
-        turns = _turns_of(primary.tokenizer, prompts)
-        questions = [
-            Question(
-                turns[prompts.prompt_of_row[row]],
-                merged(
-                    [ids_of.cut(one, max_new_tokens) for one in written], weights[row].tolist(), config.num_candidates
-                ),
-            )
-            for row, written in enumerate(writing.run())
-        ]
-
-        def log_probs(asked_for: Sequence[Question]) -> list[list[list[float | None]]]:
-            rows = [next(n for n, question in enumerate(questions) if question is one) for one in asked_for]
-            return log_probs_of_answers(
-                call.members, prompts, weights, rows, [one.candidates for one in asked_for], self._end_ids()
-            )
-
-        options_of_writer = {"max_new_tokens": max_new_tokens}
-        choices = config.choose(questions, Panel(log_probs, options_of_writer, call.kept.judges))
+        questions = self._questions(asked, writing.run(), ids_of)
+        choices = self._choose(asked, questions)
         places = [_places(*pair, num_returned) for pair in zip(questions, choices, strict=True)]
         rows = [
             ids_of.of(question.candidates[number])
             if choice.written is None
-            else ids_of.of_bytes(choice.written.encode())
+            else ids_of.of_bytes(choice.written.encode("utf-8", "replace"))
             for question, choice, of_row in zip(questions, choices, places, strict=True)
             for number in of_row
         ]
-        sequences = self._sequences(inputs, rows, num_returned)
-        self._stream(sequences, inputs.shape[1], options.get("streamer"))
+        sequences = self._sequences(asked.inputs, rows, num_returned)
+        self._stream(sequences, asked.inputs.shape[1], options.get("streamer"))
         if not settings.return_dict_in_generate:
             return sequences
-        record = record_of(questions, choices, places, prompts_of(primary, inputs, mask), config.name)
+        prompts = prompts_of(primary, asked.inputs, asked.mask)
+        record = record_of(questions, choices, places, prompts, call.config.name)
         return AnswersOutput(sequences=sequences, answers=record)  # type: ignore[arg-type]
+
+    def _ask(self, ensemble: Any, inputs: Tensor | None, options: dict[str, Any]) -> Asked:
+        """Read the prompts, and say what is asked of the writers."""
+        call, primary = self.call, self.call.members[0]
+        if inputs is None:
+            if not primary.encoder.start_ids:
+                raise ConfigurationError("there is no prompt. Pass `input_ids`.")
+            inputs = torch.tensor([primary.encoder.start_ids], device=primary.device)
+        mask = options.get("attention_mask")
+        by_row = copy.copy(call.weights)
+        by_row.expand(len(inputs), 1)
+        return Asked(
+            inputs=inputs,
+            mask=mask,
+            prompts=read_prompts(
+                call.members, call.weights.participants | {0}, "append", inputs, mask, call.own_prompts
+            ),
+            weights=by_row.fixed,
+            settings=call.settings,
+            max_new_tokens=self._max_new_tokens(ensemble, inputs.shape[1], options),
+            seed=self._seed(),
+            arguments={name: options.get(name) for name in _FUNCTIONS},
+        )
+
+    def _questions(self, asked: Asked, written: Sequence[Sequence[Written]], ids_of: PrimaryIds) -> list[Question]:
+        """The candidates of every row, with the conversation that its prompt stands for."""
+        turns = _turns_of(self.call.members[0].tokenizer, asked.prompts)
+        found = []
+        for prompt, of_row, weights in zip(asked.prompts.prompt_of_row, written, asked.weights.tolist(), strict=True):
+            cut = [ids_of.cut(one, asked.max_new_tokens) for one in of_row]
+            found.append(Question(turns[prompt], merged(cut, weights, self._config.num_candidates)))
+        return found
+
+    def _choose(self, asked: Asked, questions: Sequence[Question]) -> list[Choice]:
+        def log_probs(asked_for: Sequence[Question]) -> list[list[list[float | None]]]:
+            rows = [next(n for n, question in enumerate(questions) if question is one) for one in asked_for]
+            candidates = [one.candidates for one in asked_for]
+            members, ends = self.call.members, self._end_ids()
+            return log_probs_of_answers(members, asked.prompts, asked.weights, rows, candidates, ends)
+
+        panel = Panel(log_probs, {"max_new_tokens": asked.max_new_tokens}, self.call.kept.judges)
+        return self._config.choose(questions, panel)
 
     def _max_new_tokens(self, ensemble: Any, prompt_length: int, options: dict[str, Any]) -> int:
         settings = self.call.settings
@@ -204,10 +226,6 @@ class AnswersMode(Mode):
         """Hand out what was chosen, as the stock loop does; nothing can be before."""
         if streamer is None:
             return
-        if len(sequences) > 1:
-            raise ConfigurationError(
-                "`streamer` takes one row: leave it out, or give one prompt and ask for one answer."
-            )
         streamer.put(sequences[:, :prompt_length].cpu())
         for column in sequences[:, prompt_length:].T:
             streamer.put(column.cpu())

@@ -81,6 +81,31 @@ class Writing:
             for index in sorted(call.weights.participants)
         }
 
+    def check(self, num_returned: int) -> None:
+        """Refuse prompts that somebody cannot go on from, and more answers than are written, before anybody runs.
+
+        Args:
+            num_returned: Number of answers that are returned for each row.
+
+        Raises:
+            ConfigurationError: If a prompt ends inside a character for which a member has no byte tokens, or too few
+                answers are written to it.
+        """
+        for row, count in enumerate(self.num_written):
+            if num_returned > count:
+                raise ConfigurationError(
+                    f"`num_return_sequences={num_returned}` answers cannot be returned: {count} are written to row {row}. "
+                    "Ask for more candidates, or fewer sequences."
+                )
+        prompts = self._asked.prompts
+        for index, rows in self._rows_of.items():
+            for row in rows:
+                if prompts.contexts[index][prompts.prompt_of_row[row]].sits_out:
+                    raise ConfigurationError(
+                        f"the prompt of row {row} ends inside a character, which member {self._names[index]!r} cannot go on "
+                        "from. Give whole characters."
+                    )
+
     @property
     def num_written(self) -> list[int]:
         """How many answers are written to each row."""
@@ -124,12 +149,6 @@ class Writing:
         member, prompts = self._call.members[index], self._asked.prompts
         contexts = prompts.contexts[index]
         rows = self._rows_of[index]
-        for row in rows:
-            if contexts[prompts.prompt_of_row[row]].sits_out:
-                raise ConfigurationError(
-                    f"the prompt of row {row} ends inside a character, which member {member.name!r} cannot continue. Give "
-                    "whole characters."
-                )
         alone = self._alone(index)
         settings = self._settings_of(index)
         items = [(row, number) for row in rows for number in range(self._config.num_candidates)]
@@ -200,15 +219,13 @@ class Writing:
         return [(row, replace(one, name=method.name)) for row, one in in_parts(range(self._num_rows), write)]
 
     def _draws(self, index: int, name: str, items: Sequence[tuple[int, int]]) -> Draws:
-        seed, prompt_of_row = self._asked.seed, self._asked.prompts.prompt_of_row
+        seed, prompts = self._asked.seed, self._asked.prompts
         if seed is None:
             return Draws()
-        seeds = []
-        for row, number in items:
-            prompt = prompt_of_row[row]
-            num_earlier = prompt_of_row[:row].count(prompt)
-            seeds.append(seed_of(seed, name, index, self._asked.prompts.texts[prompt], num_earlier, number))
-        return Draws(seeds)
+        texts = [prompts.texts[prompt] for prompt in prompts.prompt_of_row]
+        return Draws(
+            [seed_of(seed, name, index, texts[row], texts[:row].count(texts[row]), number) for row, number in items]
+        )
 
     # Running one of them
 
