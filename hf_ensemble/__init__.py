@@ -27,6 +27,7 @@ if not _is_command:
     from .errors import ConfigurationError, EnsembleError, MemberError, VocabularyError
     from .methods import DeepenConfig, EvaConfig, GacConfig, MinedConfig, SweetSpanConfig, UniteConfig
     from .model import EnsembleForCausalLM
+    from .modes.answers import AnswersOutput
     from .recording.decision import Decision, MemberDecision
     from .recording.decisions import Decisions
     from .recording.spans import SpanCandidate, SpanRound
@@ -40,6 +41,7 @@ __all__ = [
     "Answer",
     "AnswerWriter",
     "Answers",
+    "AnswersOutput",
     "ConfigurationError",
     "Decision",
     "Decisions",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -72,6 +72,14 @@ class MethodConfig:
 
         Raises:
             ConfigurationError: If it may not, or one cannot be imported.
+        """
+        return self
+
+    def with_paths(self, change: Callable[[str], str]) -> Self:
+        """The same with other paths of models that are loaded beside the members.
+
+        Args:
+            change: Gives the new path, or Hub id, for each.
         """
         return self
 

@@ -281,15 +281,24 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
 
     def _prepare(self, call: Call, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
         """Let a call know its generation options, and what was passed in for the primary beside its prompt."""
-        given = call.config.generate_options_beside(generation_config)
-        given |= {key: value for key, value in kwargs.items() if value is not None}
-        num_returned = None
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        own, num_returned = call.config.generate_options_beside(generation_config), None
         if call.config.decides == "answers":
             # Several answers may be returned of which each writer has written one, greedily.
-            sources = (given.pop("num_return_sequences", None), generation_config, self.generation_config)
-            found = (getattr(source, "num_return_sequences", source) for source in sources)
-            num_returned = next((count for count in found if isinstance(count, int)), 1)
-            given["num_return_sequences"] = 1
+            asked = [given.pop("num_return_sequences", None), getattr(generation_config, "num_return_sequences", None)]
+            asked += [own.get("num_return_sequences"), self.generation_config.num_return_sequences]
+            num_returned = next((count for count in asked if count is not None), 1)
+            own["num_return_sequences"] = 1
+            if generation_config is None and self.generation_config.num_return_sequences not in (None, 1):
+                # Or the ensemble's own would be checked first.
+                generation_config = GenerationConfig()
+        if generation_config is None:
+            given = own | given
+        elif own:
+            # Beside a configuration `transformers` wants no options.
+            generation_config = copy.deepcopy(generation_config)
+            for key, value in own.items():
+                setattr(generation_config, key, value)
         call.settings, others = self._prepare_generation_config(generation_config, **given)  # type: ignore[misc]
         if num_returned is not None:
             call.settings.num_return_sequences = num_returned

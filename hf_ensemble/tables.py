@@ -59,5 +59,6 @@ def _spelled_value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "+".join(f"{name}={_spelled_value(own)}" for name, own in value.items())
     if dataclasses.is_dataclass(value):
-        return spelled(value) if hasattr(value, "name") else str(getattr(value, "path", value))
+        kind, path = getattr(value, "kind", None), getattr(value, "path", None)
+        return f"{kind}:{path}" if kind else spelled(value)
     return str(getattr(value, "__qualname__", getattr(value, "pattern", value)))

@@ -1,6 +1,7 @@
 """What every way of choosing among whole answers works with: candidates, questions, choices, and its options."""
 
 import dataclasses
+import json
 import math
 import re
 from abc import abstractmethod
@@ -218,6 +219,17 @@ class AnswersConfig(MethodConfig):
         }
         return dataclasses.replace(self, **found) if found else self
 
+    def with_paths(self, change: Callable[[str], str]) -> Self:
+        """The same with other paths of judges and fusers; see `MethodConfig.with_paths`."""
+        found: dict[str, Any] = {}
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, MethodConfig):
+                found[option.name] = value.with_paths(change)
+            elif dataclasses.is_dataclass(value) and not isinstance(value, (type, Imported)):
+                found[option.name] = dataclasses.replace(value, path=change(value.path))  # type: ignore[attr-defined]
+        return dataclasses.replace(self, **found) if found else self
+
     def check_saveable(self, is_for_hub: bool) -> None:
         """Refuse options that nobody could load again: functions without an import path, models of this machine."""
         for option in dataclasses.fields(self):
@@ -226,6 +238,12 @@ class AnswersConfig(MethodConfig):
                 value.check_saveable(is_for_hub)
             elif callable(value):
                 check_importable(value, option.name)
+        try:
+            json.dumps(self.generate_options)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"`generate_options` cannot be saved, since they hold what JSON has not: {error}. Give numbers, texts and lists."
+            ) from error
         for path in self.models if is_for_hub else ():
             if is_local(path):
                 raise ConfigurationError(

@@ -1,6 +1,7 @@
 """Functions of the user's in a configuration: called with errors that name them, and saved by their import path."""
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,15 @@ def check_importable(function: Any, option: str) -> None:
         )
 
 
-def call_for_numbers(function: Callable[..., Any], option: str, count: int, *args: Any) -> list[float]:
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether a user's function has a parameter of this name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of some that are not written in Python
+        return False
+
+
+def call_for_numbers(function: Callable[..., Any], option: str, count: int, *args: Any, **by_name: Any) -> list[float]:
     """Call a user's function that has to give so many finite numbers.
 
     Args:
@@ -99,11 +108,12 @@ def call_for_numbers(function: Callable[..., Any], option: str, count: int, *arg
         option: The option that holds it, for errors.
         count: Number of numbers.
         *args: What it is called with.
+        **by_name: The same, by name.
 
     Raises:
         ConfigurationError: If it raises, or gives something else.
     """
-    found = called(function, option, *args)
+    found = called(function, option, *args, **by_name)
     values = found.tolist() if hasattr(found, "tolist") else found
     try:
         numbers = [float(value) for value in values] if not isinstance(values, (str, bytes)) else None
@@ -123,19 +133,20 @@ def call_for_numbers(function: Callable[..., Any], option: str, count: int, *arg
     return numbers
 
 
-def called(function: Callable[..., Any], option: str, *args: Any) -> Any:
+def called(function: Callable[..., Any], option: str, *args: Any, **by_name: Any) -> Any:
     """Call a user's function.
 
     Args:
         function: The function.
         option: The option that holds it, for the error.
         *args: What it is called with.
+        **by_name: The same, by name.
 
     Raises:
         ConfigurationError: If it raises.
     """
     try:
-        return function(*args)
+        return function(*args, **by_name)
     except ConfigurationError:
         raise
     except Exception as error:

@@ -5,9 +5,11 @@ Reference:
     (https://arxiv.org/abs/2306.02561).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+
+from typing_extensions import Self
 
 from ..config import METHODS, check_option, check_positive_integer, method_config
 from ..errors import ConfigurationError
@@ -69,6 +71,11 @@ class FuseConfig(AnswersConfig):
     def returns_one(self) -> bool:
         """Whether there is only one answer to return, whatever the number of candidates."""
         return True
+
+    def with_paths(self, change: Callable[[str], str]) -> Self:
+        """The same with other paths of the fuser and the ranker's judge; see `MethodConfig.with_paths`."""
+        changed = super().with_paths(change)
+        return replace(changed, model=change(self.model)) if isinstance(self.model, str) else changed
 
     @property
     def models(self) -> tuple[str, ...]:

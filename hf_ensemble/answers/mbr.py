@@ -15,7 +15,7 @@ from ..config import METHODS, check_option
 from ..errors import ConfigurationError
 from .base import AnswersConfig, Choice, Panel, Question, best_first
 from .chrf import aggregated_chrf, pairwise_chrf
-from .functions import call_for_numbers, path_of
+from .functions import call_for_numbers, has_parameter, path_of
 
 Utility = Callable[[list[str], list[str]], Sequence[float]]
 
@@ -41,7 +41,8 @@ class MbrConfig(AnswersConfig):
 
     utility: str | Utility = "chrf"
     """How good a text is if another is right: `"chrf"`, character n-grams as in `sacrebleu` from 0 to 100; or a function of
-    two lists of texts, candidates and references, that gives a number for each pair."""
+    two lists of texts, candidates and references, that gives a number for each pair. If it has a parameter `prompts`, it is
+    also given the prompt of each pair: a text, or the turns of a conversation of more than one."""
 
     aggregate: bool = False
     """Whether chrF is taken once, against the mean counts of all references, which takes time linear in their number."""
@@ -67,18 +68,25 @@ class MbrConfig(AnswersConfig):
         else:
             scores = [
                 math.fsum(weight * value for weight, value in zip(weights, row, strict=True))
-                for row in self._utilities(question.texts)
+                for row in self._utilities(question)
             ]
         criterion = path_of(self.utility).rpartition(":")[2] if callable(self.utility) else self.utility
         return Choice(best_first(scores), {criterion: list(scores)})
 
-    def _utilities(self, texts: list[str]) -> list[list[float]]:
+    @property
+    def least_members(self) -> int:
+        """Number of members from which on it can be better than each of them: of two answers chrF prefers the longer."""
+        return 3 if self.num_candidates == 1 and not self.methods else 1
+
+    def _utilities(self, question: Question) -> list[list[float]]:
         """By candidate, its utility against every candidate."""
+        texts = question.texts
         if not callable(self.utility):
             return pairwise_chrf(texts)
         count = len(texts)
         hypotheses, references = [text for text in texts for _ in texts], texts * count
-        values = call_for_numbers(self.utility, "utility", count * count, hypotheses, references)
+        by_name = {"prompts": [question.prompt] * count**2} if has_parameter(self.utility, "prompts") else {}
+        values = call_for_numbers(self.utility, "utility", count**2, hypotheses, references, **by_name)
         return [values[n * count : (n + 1) * count] for n in range(count)]
 
 

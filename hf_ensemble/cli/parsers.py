@@ -221,7 +221,7 @@ def _advise(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="METHOD[:KEY=VALUE,…]",
-        help="default: gac, unite, spans of one and of four words",
+        help="default: gac, unite, spans of one and of four words, vote, mbr, rerank",
     )
     add("--least-gain", type=float, default=0.01, metavar="GAIN", help="that is worth it; default: 0.01, one point")
     add = parser.add_argument_group("how it runs").add_argument

@@ -10,9 +10,9 @@ from torch import Tensor
 class Draws:
     """Draws from distributions, by torch's generator of their device or by one for each row.
 
-    With a generator of its own a row draws the same whatever rows stand beside it: noise is made for it alone, and its
-    largest entry is taken after that has been added to the log-probabilities (Gumbel's). So numbers that differ a little,
-    as in another batch, hardly ever change what is drawn.
+    With a generator of its own a row draws the same whatever rows stand beside it. Every entry waits for a random time that
+    is exponential at the rate of its probability, and the first one is drawn (Gumbel's way, without logarithms of
+    probabilities). So numbers that differ a little, as in another batch, hardly ever change what is drawn.
 
     Args:
         seeds: For each row the seed of its generator; None for torch's.
@@ -47,8 +47,7 @@ class Draws:
         for place, row in enumerate(rows):
             if row is not None:
                 bits[place].random_(generator=self._generator(row, probs.device))
-        # Who comes first, if each waits for an exponential time at its rate: with the law of the probabilities. Torch's own
-        # exponential times take four times as long on a CPU.
+        # Torch's own exponential times take four times as long on a CPU.
         waits = bits.float().add_(0.5).mul_(-(2.0**-31)).log1p_().neg_()
         return torch.div(probs, waits, out=waits).argmax(-1)
 

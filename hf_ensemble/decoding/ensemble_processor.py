@@ -49,8 +49,9 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         self._kept = Kept([Member(model, tokenizer) for model, tokenizer in zip(models, tokenizers, strict=True)])
         self._config = method_config(method)
         if self._config.decides != "tokens":
+            what = "spans of several tokens" if self._config.decides == "spans" else "whole answers"
             raise ConfigurationError(
-                f"method {self._config.name!r} decides over spans of several tokens, which no logits processor can do. Use "
+                f"method {self._config.name!r} decides over {what}, which no logits processor can do. Use "
                 "`EnsembleForCausalLM`."
             )
         if self._config.draws_one or self._config.greedy_only:

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ..config import EnsembleConfig, MemberConfig
 from ..errors import ConfigurationError
 from .adapters import find_adapter
-from .references import Place, check_place, found_members, name_of, whole_path, with_paths
+from .references import Place, check_place, found_members, found_path, name_of, whole_path, with_paths
 
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -50,6 +50,7 @@ def read_source(
         return EnsembleConfig(members=[alone]), False
     saved = copy.deepcopy(config)
     saved.members = found_members(saved.members, source, located, hub)
+    saved.method = saved.method.with_paths(lambda path: found_path(path, source, located))
     return saved, True
 
 

@@ -67,6 +67,7 @@ def plan_save(ensemble: Any, include_members: bool, folder: Path) -> SavePlan:
         return with_paths(item, lambda path: saved_path(path, folder))
 
     plan = _plan_bundle(ensemble) if include_members else _plan_references(ensemble, reference)
+    plan.config.method = plan.config.method.with_paths(lambda path: saved_path(path, folder))
     config = None
     with contextlib.suppress(OSError, ValueError):
         config = json.loads((folder / "config.json").read_text("utf-8"))

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers.utils import cached_file  # type: ignore[attr-defined]
 
-from ..config import MemberConfig, paths_of
+from ..config import MemberConfig, is_local, paths_of
 from ..errors import ConfigurationError
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
@@ -208,6 +208,27 @@ def found_members(
     place = Place(source, located.get("revision"), base)
     revision = place.commit("config.json", hub) or place.revision
     return [_from_repository(item, source, base, revision) for item in items]
+
+
+def found_path(path: str, source: str, located: Mapping[str, Any]) -> str:
+    """Where a model lies that the method of a saved ensemble names.
+
+    Args:
+        path: Its path or Hub id, as saved.
+        source: Folder or Hub id of the ensemble.
+        located: `revision` and `subfolder` of the ensemble.
+
+    Raises:
+        ConfigurationError: If it is a path in a repository, or leads above the root of the disk.
+    """
+    if os.path.isdir(source):
+        return _from_folder(path, Path(source, located.get("subfolder") or "").resolve())
+    if is_local(path):
+        raise ConfigurationError(
+            f"the method of the ensemble {source!r} uses the model {path!r}, a folder, where a repository can only name Hub "
+            "ids. Pass a `method` of your own."
+        )
+    return path
 
 
 def _from_folder(path: str, root: Path) -> str:

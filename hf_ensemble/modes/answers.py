@@ -62,6 +62,7 @@ class AnswersMode(Mode):
     def refuse(self) -> None:
         """Refuse what needs a distribution, or is meant for one tokenizer only; before anything runs."""
         config, settings, arguments = self._config, self.call.settings, self.call.arguments
+        primary = self.call.members[0]
         several, beams = config.num_candidates > 1, settings.num_beams not in (None, 1)
         no_distribution = "answers are chosen as a whole. See `answers` of the output"
         outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -70,7 +71,8 @@ class AnswersMode(Mode):
         drawn = f"`num_candidates={config.num_candidates}` are samples"
         is_function = self.call.weights.varies
         seed = self.call.seed
-        inputs = ", ".join(f"`{name}`" for name in sorted(self.call.primary_inputs))
+        others = sorted(self.call.primary_inputs)
+        reads = "every member reads the prompt by itself"
         refuse(
             [
                 *(Obstacle(getattr(settings, name, None), f"`{name}`", no_distribution) for name in outputs),
@@ -85,7 +87,10 @@ class AnswersMode(Mode):
                 Obstacle(several and beams, f"`num_beams={settings.num_beams}`", f"{drawn}. Pass `num_beams=1`"),
                 Obstacle(is_function, "`weights` that are a function", "a weight counts for a whole answer"),
                 Obstacle(arguments["synced_gpus"], "`synced_gpus`", "members write on one process"),
-                Obstacle(inputs, inputs, "every member reads the prompt by itself"),
+                *(
+                    Obstacle(True, f"`{name}`", reads if primary.accepts(name) else "there is no such option")
+                    for name in others
+                ),
                 Obstacle(
                     seed is not None and not (is_integer(seed) and 0 <= seed < 2**63),
                     f"`seed={seed!r}`",
@@ -183,7 +188,8 @@ class AnswersMode(Mode):
             members, ends = self.call.members, self._end_ids()
             return log_probs_of_answers(members, asked.prompts, asked.weights, rows, candidates, ends)
 
-        panel = Panel(log_probs, {"max_new_tokens": asked.max_new_tokens}, self.call.kept.judges)
+        options = {"max_new_tokens": asked.max_new_tokens, "stop_strings": asked.settings.stop_strings}
+        panel = Panel(log_probs, options, self.call.kept.judges)
         return self._config.choose(questions, panel)
 
     def _max_new_tokens(self, ensemble: Any, prompt_length: int, options: dict[str, Any]) -> int:

@@ -138,7 +138,7 @@ def test_a_row_alone_is_the_row_in_a_batch(config):
         assert set(new[len(own) :]) <= {ends}
 
 
-@each_config
+@choosing
 def test_prompts_padded_on_the_right_are_read_all_the_same(config):
     ensemble = ensemble_of("smol", "gemma")
     rows = prompt_rows(ensemble)
@@ -190,6 +190,41 @@ def test_a_method_of_the_call_is_that_of_the_ensemble():
     given = GenerationConfig(max_new_tokens=6)
     assert ensemble.generate(**inputs, seed=5, generation_config=given).tolist() == other.tolist()
     assert plain.generate(**inputs, method="mbr").tolist() == plain.generate(**inputs, method=MbrConfig()).tolist()
+
+
+def test_the_number_of_sequences_may_stand_anywhere():
+    """In the call, its generation config, the ensemble's, or the method's options; greedily too."""
+    ensemble = make_ensemble(*zip(member("smol"), member("gemma"), strict=True), method="vote")
+    inputs = ensemble.tokenizer(PROMPTS[0], return_tensors="pt")
+    expected = ensemble.generate(**inputs, max_new_tokens=4, num_return_sequences=2).tolist()
+    assert len(expected) == 2
+    config = VoteConfig(generate_options={"num_return_sequences": 2})
+    assert ensemble.generate(**inputs, max_new_tokens=4, method=config).tolist() == expected
+    assert len(ensemble.generate(**inputs, max_new_tokens=4, method=config, num_return_sequences=1)) == 1
+    given = GenerationConfig(max_new_tokens=4)
+    given.num_return_sequences = 2
+    assert ensemble.generate(**inputs, generation_config=given).tolist() == expected
+    ensemble.generation_config.num_return_sequences = 2
+    assert ensemble.generate(**inputs, max_new_tokens=4).tolist() == expected
+
+
+def test_a_score_reads_the_turns_of_a_conversation():
+    """Of more than one; a single turn of the user is its text."""
+    tokenizers = tiny.smol_like(), tiny.gemma_like(specials=("<turn>", "</turn>"))
+    for tokenizer, sign in zip(tokenizers, ("<|im_start|>", "<turn>"), strict=True):
+        tokenizer.chat_template = "{% for m in messages %}{{ '" + sign + "' + m['content'] + '\n' }}{% endfor %}"
+    ensemble = make_ensemble([tiny.tiny_llama(tokenizer) for tokenizer in tokenizers], tokenizers)
+    turns = [[{"role": "user", "content": "Who?"}]]
+    turns.append([*turns[0], {"role": "assistant", "content": "The cat."}, {"role": "user", "content": "And who?"}])
+    seen = []
+
+    def score(prompts, answers):
+        seen.extend(prompts)
+        return [0.0] * len(answers)
+
+    inputs = ensemble.apply_chat_template(turns, return_tensors="pt", return_dict=True, padding=True)
+    ensemble.generate(**inputs, method=RerankConfig(score), max_new_tokens=3)
+    assert seen == ["Who?", "Who?", turns[1], turns[1]]
 
 
 def test_lengths_are_those_of_stock_generation():
@@ -328,7 +363,12 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("name", SAVED)
+QUICK = "vote", "nested", "pattern"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in SAVED]
+)
 def test_saved_and_loaded_is_the_same(name, paths, tmp_path):
     config = SAVED[name]
     ensemble, again = saved_and_loaded(paths, tmp_path / "ensemble", config)

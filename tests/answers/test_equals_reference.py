@@ -286,7 +286,9 @@ def test_a_batch_of_random_members(names):
     assert_equal(members, PROMPTS, max_new_tokens=12)
 
 
-@pytest.mark.parametrize("names", [("wordpiece", "smol"), ("smol", "wordpiece", "lowercase"), ("lowercase", "gemma")])
+@pytest.mark.parametrize(
+    "names", slow_but(1, ("wordpiece", "smol"), ("smol", "wordpiece", "lowercase"), ("lowercase", "gemma"))
+)
 @pytest.mark.filterwarnings("ignore:member .* does not read the text exactly")
 def test_members_that_read_less_than_there_is(names):
     """A WordPiece primary can write what follows a space; the answers of others have U+FFFD in its ids, or cannot be written."""
@@ -300,7 +302,7 @@ def test_members_that_read_less_than_there_is(names):
 
 
 @pytest.mark.parametrize(
-    "weights", slow_but(2, ((1, 1, 0), (0, 2, 1), (1, 2, 3)), (0, 1, 1), (1, 0, 2), (0, 0, 1)), ids=str
+    "weights", slow_but(1, ((1, 1, 0), (0, 2, 1), (1, 2, 3)), (0, 1, 1), (1, 0, 2), (0, 0, 1)), ids=str
 )
 def test_weights(weights):
     """A member of weight 0 writes nothing, in that row, and has no part in likelihoods."""
@@ -406,7 +408,7 @@ def test_answers_that_are_too_long_for_the_primary(primary, max_new_tokens):
     assert_equal(members, PROMPTS, max_new_tokens=max_new_tokens)
 
 
-@pytest.mark.parametrize("names", slow_but(2, ("bytes_only", "smol", "gemma"), ("gemma", "smol"), ("smol", "gemma")))
+@pytest.mark.parametrize("names", slow_but(1, ("bytes_only", "smol", "gemma"), ("gemma", "smol"), ("smol", "gemma")))
 @pytest.mark.parametrize("max_new_tokens", slow_but(1, 4, 1, 2, 3, 5, 6, 7, 30))
 def test_a_character_that_is_begun_is_cut_off(names, max_new_tokens):
     answers = " 😀😀", " 天气 ก็ดี", " 👩‍💻👍🏽"
@@ -517,7 +519,7 @@ EXTRACTORS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(2, *EXTRACTORS))
+@pytest.mark.parametrize("name", slow_but(1, *EXTRACTORS))
 def test_votes_by_what_is_read_out(name):
     for weights in (None, (1, 1, 1), (1, 4, 1), (0, 1, 1)):
         assert_equal(

@@ -97,7 +97,7 @@ def obstacle_to_drafts(call: Call, settings: Any, synced_gpus: Any) -> Obstacle 
         Obstacle(synced_gpus, "`synced_gpus`", "rounds run on one process"),
     ]
     method = call.config
-    drafting = "its candidates are drafts already"
+    drafting = "its candidates are drafts already" if method.decides == "spans" else "every member writes by itself"
     gating = "it decides at every step who runs, so that nobody could check several"
     drawing = "one drawn member decides each token, so that the others cannot check it"
     varying = "it is called at every step with the ids so far"
