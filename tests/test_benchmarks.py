@@ -263,3 +263,24 @@ def test_versions_pass_by_time_memory_and_texts(new, verdict, monkeypatch, capsy
 def test_versions_give_the_interval_of_a_median_by_order(count, lowest, monkeypatch):
     script = load_script("examples/benchmarks/versions.py", monkeypatch)
     assert script.median_interval(range(count)) == (lowest, count - 1 - lowest)
+
+
+def test_answers(members, run):
+    options = [
+        "--models",
+        *members,
+        "--prompts",
+        2,
+        "--samples",
+        2,
+        "--tokens",
+        3,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
+    writing, choosing = run("answers", *options)
+    assert [row["writing"] for row in writing] == ["a", "b"]
+    assert len(choosing) == 4
+    assert all(is_number(row["share, %"]) and row["candidates a prompt"] == "4" for row in choosing)

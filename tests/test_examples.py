@@ -96,6 +96,14 @@ def test_select_and_tune_end_where_there_is_nothing_to_tune(members, run, tmp_pa
             run("select_and_tune", file, "--models", *members, "--max-gap", 0, "--max-new-tokens", 4)
 
 
+def test_own_utility(members, run):
+    """The vectors of equal texts are alike, those of others less."""
+    options = ["--models", *members, "--samples", 2, "--new-tokens", 3, "--reader", members[0]]
+    lines = [line.split() for line in run("own_utility", *options) if line.startswith("  ")]
+    assert [line[0] for line in lines] == ["chrF", "vectors"] * 2
+    assert all(0 < float(line[1]) <= 1 + 1e-5 for line in lines[1::2])
+
+
 @pytest.mark.slow
 def test_evaluation_sets(members, run, tmp_path):
     """A row for each member and method; a run that goes on finds everything done."""

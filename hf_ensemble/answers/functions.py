@@ -68,6 +68,11 @@ def path_of(function: Any) -> str:
     return f"{getattr(function, '__module__', owner.__module__)}:{owner.__qualname__}"
 
 
+def name_of(function: Any) -> str:
+    """What tables call a function."""
+    return path_of(function).rpartition(":")[2].rpartition(".")[2]
+
+
 def check_importable(function: Any, option: str) -> None:
     """Refuse to save a function that cannot be found by its import path.
 

@@ -15,7 +15,7 @@ from ..config import METHODS, check_option
 from ..errors import ConfigurationError
 from .base import AnswersConfig, Choice, Panel, Question, best_first
 from .chrf import aggregated_chrf, pairwise_chrf
-from .functions import call_for_numbers, has_parameter, path_of
+from .functions import call_for_numbers, has_parameter, name_of
 
 Utility = Callable[[list[str], list[str]], Sequence[float]]
 
@@ -70,7 +70,7 @@ class MbrConfig(AnswersConfig):
                 math.fsum(weight * value for weight, value in zip(weights, row, strict=True))
                 for row in self._utilities(question)
             ]
-        criterion = path_of(self.utility).rpartition(":")[2] if callable(self.utility) else self.utility
+        criterion = name_of(self.utility) if callable(self.utility) else self.utility
         return Choice(best_first(scores), {criterion: list(scores)})
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from ..config import METHODS, check_option
 from .base import AnswersConfig, Candidate, Choice, Panel, Question, Turns, best_first
-from .functions import call_for_numbers, path_of
+from .functions import call_for_numbers, name_of
 from .judges import PairRanker, RewardModel, judge_of
 
 Score = Callable[[list[str | Turns], list[str]], Sequence[float]]
@@ -80,9 +80,8 @@ class RerankConfig(AnswersConfig):
         prompts = [question.prompt for question in questions for _ in question.candidates]
         answers = [text for question in questions for text in question.texts]
         values = iter(call_for_numbers(score, "score", len(answers), prompts, answers))
-        name = path_of(score).rpartition(":")[2]
         rows = [[next(values) for _ in question.candidates] for question in questions]
-        return [Choice(best_first(row), {name: list(row)}) for row in rows]
+        return [Choice(best_first(row), {name_of(score): list(row)}) for row in rows]
 
 
 def _by_likelihood(candidates: Sequence[Candidate], log_probs: Sequence[Sequence[float | None]]) -> Choice:
