@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 
     from hf_ensemble.lm_eval import EnsembleLM, main, quote_lists
 
-from hf_ensemble import ConfigurationError, EnsembleForCausalLM, GacConfig
+from hf_ensemble import ConfigurationError, EnsembleForCausalLM, GacConfig, VoteConfig
 from tests import tiny
 from tests.contracts import make_ensemble
 
@@ -119,6 +119,27 @@ def test_rows_end_at_their_own_stop_strings():
     asked = [(prompt, {"until": [stop], "max_gen_toks": 10}) for prompt, _ in free]
     found = ours.generate_until(requests(*asked), disable_tqdm=True)
     assert found == [text.split(stop)[0] for text in texts]
+
+
+def test_whole_answers_are_written_to_the_tasks_ends():
+    """What a method says of its candidates goes before what a task says of sampling."""
+    config = VoteConfig(num_candidates=2, generate_options={"do_sample": True, "temperature": 0.7})
+    ensemble = make_ensemble(*zip(member("smol"), member("gemma"), strict=True), method=config)
+    prompts = ("The cat sat on the", "Once upon a time")
+    asked = requests(*((prompt, {"until": ["e"], "max_gen_toks": 8, "do_sample": False}) for prompt in prompts))
+    torch.manual_seed(0)
+    found = EnsembleLM(ensemble=ensemble, batch_size=2).generate_until(asked)
+    torch.manual_seed(0)
+    inputs = ensemble.tokenizer(list(prompts), return_tensors="pt", padding=True)
+    ids = ensemble.generate(**inputs, max_new_tokens=8, stop_strings=["e"])[:, inputs["input_ids"].shape[1] :]
+    expected = [text.split("e")[0] for text in ensemble.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+    assert found == expected
+    plain = EnsembleLM(ensemble=two(), method="vote", batch_size=2)
+    alone = EnsembleLM(ensemble=two().alone(0)).generate_until(asked)
+    # A character that has begun at the end is cut off.
+    assert plain.generate_until(asked) == [text.rstrip("\ufffd") for text in alone]
+    with pytest.raises(ConfigurationError, match="compares whole answers"):
+        plain.loglikelihood(requests(PAIRS[0]))
 
 
 def test_tokens_without_probability_are_reported(caplog):

@@ -233,7 +233,7 @@ def evaluate(
         if examples.work == "write" or runner.method.gives_likelihoods
     ]
     idle = [runner.name for runner in runners if all(job.runner is not runner for job in jobs)]
-    if idle and jobs:
+    if idle and shared:
         raise ConfigurationError(
             f"{idle[0]!r} chooses among whole answers and gives no text a likelihood, but all that is measured here are "
             "likelihoods: ask for a measure of what is written, of a set of questions."
