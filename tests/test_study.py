@@ -53,6 +53,20 @@ def test_prepare_makes_the_same_sets_of_the_originals_and_of_no_document_two(sta
     assert len(problems[0] | problems[1]) == 24
 
 
+def test_prepare_makes_sets_of_open_questions(stage, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, answer in (("triviaqa", ["a", "b"]), ("nq", "c")):
+        (data / f"{name}_dev.jsonl").write_text(json.dumps({"question": "Who?", "answer": answer}) + "\n", "utf-8")
+        (data / f"{name}_prompt.txt").write_text("Question: What?\nAnswer: That.\n\n", "utf-8")
+    stage("prepare", "--open", data)
+    (line,) = (tmp_path / "study" / "sets" / "triviaqa_dev.jsonl").read_text("utf-8").splitlines()
+    prompt = "Question: What?\nAnswer: That.\n\nQuestion: Who?\nAnswer:"
+    assert json.loads(line) == {"cluster": "triviaqa 0", "prompt": prompt, "answers": ["a", "b"]}
+    line = (tmp_path / "study" / "sets" / "nq_dev.jsonl").read_text("utf-8")
+    assert json.loads(line)["answers"] == ["c"]
+
+
 def test_prepare_says_what_it_needs(stage):
     with pytest.raises(SystemExit):
         stage("prepare", "--qamr", "nowhere")

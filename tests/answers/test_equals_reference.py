@@ -235,7 +235,8 @@ def compare(ensemble, inputs, rows, configs, weights, num_return_sequences, own_
         for number, (candidates, _, _) in enumerate(found):
             name, choice = choice_of(config, candidates, functools.partial(log_probs, number), of_row[number])
             record = output.answers[number]
-            ranking = assert_same_candidates(record, candidates, name, choice, config)
+            members = [view.name for view in ensemble.member_views]
+            ranking = assert_same_candidates(record, candidates, name, choice, config, members)
             places = reference_answers.places(candidates, ranking, num_return_sequences)
             expected += [reference_answers.ids_returned(candidates[place], primary) for place in places]
             filled = {n: tuple(at for at, place in enumerate(places) if place == n) for n in range(len(candidates))}
@@ -250,7 +251,7 @@ def compare(ensemble, inputs, rows, configs, weights, num_return_sequences, own_
     return [candidates for candidates, _, _ in found]
 
 
-def assert_same_candidates(record, candidates, name, choice, config):
+def assert_same_candidates(record, candidates, name, choice, config, members):
     """The record's candidates are the reference's; gives the ranking that holds."""
     assert [answer.data for answer in record] == [candidate.data for candidate in candidates]
     for answer, candidate, score in zip(record, candidates, choice.scores, strict=True):
@@ -261,7 +262,7 @@ def assert_same_candidates(record, candidates, name, choice, config):
             assert answer.answer == reference_answers.answer_in(candidate.text, config.extract)
         for writer, own in zip(answer.writers, candidate.writers, strict=True):
             assert (writer.member, writer.number, writer.ended) == (own.writer, own.number, own.end)
-            assert (writer.name, writer.num_tokens) == (f"member-{own.writer}", len(own.ids))
+            assert (writer.name, writer.num_tokens) == (members[own.writer], len(own.ids))
             log_prob = own.log_prob if own.log_prob is None else pytest.approx(own.log_prob, rel=1e-3, abs=1e-3)
             assert writer.log_prob == log_prob
     ranking = choice.ranking
