@@ -4,7 +4,6 @@ import json
 import math
 import re
 import types
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from hf_ensemble.advising.trial import Trial
 from hf_ensemble.evaluation import read_set
 from hf_ensemble.tables import spelled
 from tests.contracts import Recipe
+from tests.html_page import check_loads_nothing
 
 NUM = 200
 
@@ -221,21 +221,7 @@ def test_a_page_is_well_formed_and_escapes_names(ensemble, scripted, tmp_path):
     assert "&lt;b&gt;@@answer@@" in text
     assert "<b>" not in text
     assert "http" not in text.replace("http-equiv", "")
-    open_tags = []
-
-    class Parser(HTMLParser):
-        def handle_starttag(self, tag, attrs):
-            if tag not in ("meta", "br"):
-                open_tags.append(tag)
-
-        def handle_startendtag(self, tag, attrs):
-            pass
-
-        def handle_endtag(self, tag):
-            assert open_tags.pop() == tag
-
-    Parser().feed(text)
-    assert not open_tags
+    check_loads_nothing(text)
     for one in advice.ensembles:
         assert text.count(one.title) >= 1
     with pytest.raises(ConfigurationError, match=r"\.html"):
