@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_ensemble import MbrConfig
 from tests.scripts import ROOT, load_script, options_of, run_script, tables
 
 np = pytest.importorskip("numpy")
@@ -98,6 +99,19 @@ def test_marks(monkeypatch):
     assert wide == (0, -1, 1)
 
 
+def check_samples(trained, folder, cells):
+    """What is chosen from samples that were written once is what a call of its own chooses."""
+    (cell,) = (cell for cell in cells if cell["system"] == "mbr:num_candidates=2@1,0")
+    ensemble = trained.load(folder, cell["members"], "cpu", "float32")
+    examples = [json.loads(line) for line in (folder / "sets" / "qamr_test_a.jsonl").read_text("utf-8").splitlines()]
+    method = MbrConfig(num_candidates=2, generate_options={"do_sample": True, "temperature": 0.7, "top_k": 0})
+    for example, expected in zip(examples[:5], cell["responses"], strict=False):
+        inputs = ensemble.tokenizer(example["prompt"], return_tensors="pt")
+        options = {"method": method, "weights": [1, 0], "seed": 0, "max_new_tokens": 4, "stop_strings": ["\n"]}
+        ids = ensemble.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
+        assert ensemble.tokenizer.decode(ids, skip_special_tokens=True) == expected
+
+
 @pytest.mark.slow
 def test_the_stages(stage, tmp_path, monkeypatch, capsys):
     """Cells are run once, whatever a later run asks for beside them; the table has all of them."""
@@ -124,6 +138,7 @@ def test_the_stages(stage, tmp_path, monkeypatch, capsys):
     assert len(names) == 8
 
     systems = ["alone", "gac", "gac@dev", "gac@tuned", "unite:top_k=5", "unite:top_k=10", "sweetspan:span_length=1"]
+    answers = ["rerank", "vote:methods=gac", "vote:num_candidates=2", "mbr:num_candidates=2@1,0"]
     small = ["--small", "--device", "cpu", "--batch-size", 8]
     evaluate = [*small, "--seeds", 0, 1, "--tasks", "qamr_test_a", "--systems"]
     assert stage("evaluate", *evaluate, *systems[:3], "--minutes", 0) == 3
@@ -132,12 +147,17 @@ def test_the_stages(stage, tmp_path, monkeypatch, capsys):
     (first, second) = sorted((folder / "results").glob("*.jsonl"))
     done = first.read_bytes()
     assert stage("evaluate", *evaluate, *systems, "sweetspan:span_length=4") == 0
+    assert stage("evaluate", *evaluate, "alone", *answers) == 0
     assert first.read_bytes().startswith(done)
     cells = [json.loads(line) for line in second.read_bytes().splitlines()]
     assert len({(*cell["members"], cell["system"], cell["task"], cell["work"]) for cell in cells}) == len(cells)
     tried = {f"gac@{weights}" for weights in load_script("examples/study/evaluate.py", monkeypatch).TUNED["weights"]}
     assert {cell["as"] for cell in cells if cell["system"] == "gac@tuned"} <= tried
-    assert all(0 < tokens <= 4 for cell in cells if cell["work"] == "write" for tokens in cell["tokens"])
+    written = [cell for cell in cells if cell["work"] == "write"]
+    alone = [cell for cell in written if cell["system"] in (*systems, "sweetspan:span_length=4")]
+    assert all(0 < tokens <= 4 for cell in alone for tokens in cell["tokens"])
+    assert all(2 < tokens <= 20 for cell in written if cell["system"] in answers for tokens in cell["tokens"])
+    check_samples(load_script("examples/study/trained.py", monkeypatch), folder, written)
 
     turned = [
         "--members",
@@ -158,6 +178,7 @@ def test_the_stages(stage, tmp_path, monkeypatch, capsys):
     assert len(found) == 5  # the last of the development set
     rows = {row[0] for row in map(list, (row.values() for table in found for row in table))}
     assert {*map(groups.in_words, systems[1:]), "oracle over members", "GaC, weights 0.6 : 0.4"} <= rows
+    assert set(map(groups.in_words, answers)) <= rows
     assert {"SmolLM2, 50 % trained", "Gemma, untuned"} <= {row.removesuffix(", best member") for row in rows}
     assert not (folder / "report" / "gap.svg").exists()
 
@@ -172,6 +193,7 @@ def test_the_stages(stage, tmp_path, monkeypatch, capsys):
         groups.in_words(cell["system"])
         for cell in cells
         if cell["task"] == "qamr_test_a" and len(cell["members"]) == 2 and cell["work"] == "write"
+        if not cell["system"].startswith("samples:")
     ]
     for row in of_source:
         numbers = [float(value.split()[0]) for value in list(row.values())[1:]]

@@ -9,7 +9,8 @@
 be `tuned`: the one that is best there. With `--bits` likelihoods of the answers are scored too.
 
 Where a system chooses among several candidates of each member (`vote:num_candidates=5`), these are sampled at a temperature of
-0.7; on GSM8K a vote is on the last number.
+0.7, once for all systems that need nothing else (with the weights 1,0 it is the first member's self-consistency); on GSM8K a vote
+is on the last number.
 
 With `--minutes` no cell is begun that would probably not end in time, and a run that left something ends with exit code 3.
 """
@@ -33,7 +34,8 @@ from marks import evaluation_set, share_right
 from trained import load
 
 from hf_ensemble import EnsembleForCausalLM, VoteConfig, weights_from_scores
-from hf_ensemble.answers.base import AnswersConfig
+from hf_ensemble.answers.base import AnswersConfig, Panel, Question, Written
+from hf_ensemble.answers.candidates import merged
 from hf_ensemble.cli.arguments import read_configuration
 from hf_ensemble.dev_set import with_greedy
 from hf_ensemble.evaluation import EvaluationSet
@@ -82,6 +84,11 @@ def main() -> int:
     stop_at = time.monotonic() + 60 * args.minutes
     done = [Ensemble(args, names, stop_at).run() for names in ensembles]
     return 0 if all(done) else 3
+
+
+def chooses_among_samples(system: str) -> bool:
+    """Whether a system needs nothing but samples of the members, and what is in them."""
+    return system.partition(":")[0] in ("vote", "mbr") and "num_candidates=" in system and "methods=" not in system
 
 
 def _without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
@@ -134,6 +141,8 @@ class Ensemble:
                 self.model = load(self.args.folder, self.names, self.args.device, self.args.dtype)
             loaded = time.perf_counter()
             run = self.write if key.work == "write" else self.score
+            if chooses_among_samples(resolved):
+                run = self.choose
             cell = {"as": resolved, **run(key, resolved, questions)}
             cell |= {"seconds": round(time.perf_counter() - loaded, 2), "load seconds": round(loaded - began, 2)}
             self.longest = max(self.longest, time.perf_counter() - began)
@@ -182,12 +191,33 @@ class Ensemble:
         assert self.model is not None
         if key.system == "alone":
             return self.model.alone(key.members[0]), {}
-        method, weights = read_configuration(resolved)
+        # What they are chosen by is not read of samples.
+        method, weights = read_configuration(resolved.replace("samples:", "vote:"))
         if isinstance(method, VoteConfig) and self.questions(key.task).marking == "number":
             method = dataclasses.replace(method, extract=NUMBER)
         if isinstance(method, AnswersConfig) and method.num_candidates > 1:
             method = dataclasses.replace(method, generate_options={"do_sample": True, "temperature": 0.7, "top_k": 0})
         return self.model, {"method": method, "weights": weights}
+
+    def choose(self, key: Key, resolved: str, questions: EvaluationSet) -> dict[str, Any]:
+        """Answers chosen among samples, which are written once for all ways of choosing and all weights."""
+        _, options = self.caller(key, resolved)
+        method, weights = options["method"], options["weights"] or [1 / len(key.members)] * len(key.members)
+        samples = Key(key.members, f"samples:num_candidates={method.num_candidates}", key.task, "write")
+        rows = self.cell(samples)["samples"]
+        asked, tokens = [], []
+        for item, row in zip(questions.items, rows, strict=True):
+            written = [
+                Written(member, key.members[member], number, (), text.encode(), "eos" if ended else None)
+                for member, number, text, ended, _ in row
+                if weights[member]
+            ]
+            turns = [{"role": "user", "content": item.prompt}]
+            asked.append(Question(turns, merged(written, weights, method.num_candidates)))
+            tokens.append(sum(count for member, _, _, _, count in row if weights[member]))
+        choices = method.choose(asked, Panel(lambda _: [], {}, {}))
+        pairs = zip(asked, choices, strict=True)
+        return {"responses": [question.texts[choice.ranking[0]] for question, choice in pairs], "tokens": tokens}
 
     def write(self, key: Key, resolved: str, questions: EvaluationSet) -> dict[str, Any]:
         """Answers, and how many of the writers' tokens they took, those that end them included.
@@ -204,6 +234,7 @@ class Ensemble:
         options = with_greedy(model, options)
         options["max_new_tokens"] = self.args.max_new_tokens or (256 if questions.marking == "number" else 32)
         responses, tokens = [""] * len(questions.items), [0] * len(questions.items)
+        samples: list[list[Any]] = [[] for _ in responses]
         for places in self.batches([len(item.prompt) for item in questions.items]):
             prompts = [questions.items[place].prompt for place in places]
             inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
@@ -214,8 +245,14 @@ class Ensemble:
                 padding = next((n for n, token in enumerate(reversed(ids)) if token != pad), len(ids))
                 tokens[place] = len(ids) - max(0, padding - (pad == tokenizer.eos_token_id))
             for place, row in zip(places, output.answers if picks else (), strict=False):
-                tokens[place] = sum(writer.num_tokens for answer in row for writer in answer.writers)
-        return {"responses": responses, "tokens": tokens}
+                samples[place] = [
+                    (writer.member, writer.number, answer.text, answer.ended, writer.num_tokens)
+                    for answer in row
+                    for writer in answer.writers
+                ]
+                tokens[place] = sum(num_tokens for *_, num_tokens in samples[place])
+        cell = {"responses": responses, "tokens": tokens}
+        return {**cell, "samples": samples} if key.system.startswith("samples:") else cell
 
     def score(self, key: Key, resolved: str, questions: EvaluationSet) -> dict[str, Any]:
         """Bits of each first accepted answer."""

@@ -27,6 +27,7 @@ OPTIONS = {
     "threshold=tuned": "gate from dev",
     "threshold=": "gate {}",
     "num_candidates=": "{} samples each",
+    "methods=gac+sweetspan": "GaC and spans of 4 words too",
     "methods=gac": "GaC too",
     "methods=sweetspan": "spans of 4 words too",
     "@1,0": "the first alone",
@@ -88,7 +89,8 @@ class Group:
         self.num_bytes = np.array([item.num_bytes for item in self.questions.items])
         self.known: dict[Any, Any] = {}
         found = [key.system for key in cells if key.members in ensembles and key.task == task]
-        self.systems = [system for system in dict.fromkeys(found) if system != "alone"]
+        # What is written once for several systems is none itself.
+        self.systems = [name for name in dict.fromkeys(found) if name != "alone" and not name.startswith("samples:")]
 
     def word(self, system: System) -> str:
         """What tables call a system."""

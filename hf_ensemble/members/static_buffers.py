@@ -127,7 +127,8 @@ class StaticBuffers:
 
     Attributes:
         holds_logits: Whether the logits of the last step are in a buffer, which the next one writes into.
-        is_spent: Whether there was not enough memory to capture a step, so that others shall try it.
+        is_spent: Whether there was not enough memory to capture a step, or something failed half-way, such as for want of
+            memory, so that they are used no more.
 
     Raises:
         MemberError: If the model is of a kind that cannot be told what to see.
@@ -227,7 +228,12 @@ class StaticBuffers:
     def _context(self) -> Iterator[None]:
         # Buffers live longer than a call, so they must not be tied to its inference mode.
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self.device if self._is_cuda else -1):
-            yield
+            try:
+                yield
+            except BaseException:
+                # Some layers may have slots and others none.
+                self.is_spent = True
+                raise
 
     def _step(self, packed: Tensor, num_logits: int) -> Tensor:
         ids, starts = packed[:, :-1], packed[:, -1:]

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import gc
+import itertools
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hf_ensemble import EnsembleForCausalLM, MemberError
 from hf_ensemble.decoding.speculation.draft_length import DraftLength
 from hf_ensemble.members.member import Member
 from hf_ensemble.members.state import MemberState, PlainContext
-from hf_ensemble.members.static_buffers import BufferPool, masks_of
+from hf_ensemble.members.static_buffers import BufferPool, _SlotCache, masks_of
 from tests import contracts, tiny
 from tests.contracts import PROMPTS, make_ensemble, padded
 from tests.test_contracts import ALL
@@ -159,6 +161,29 @@ def test_rows_that_outgrow_their_capacity_go_on(static):
             found = state.logits(3)
             expected = member.model(torch.tensor([row[:end] for row in ids]), use_cache=False).logits[:, -3:]
             torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_buffers_of_a_call_that_ran_out_of_memory_are_used_no_more(number, static, monkeypatch):
+    """Some of their layers have slots, others none."""
+    ensemble = pair()
+    inputs = ensemble.tokenizer(["The cat", "The capital of France"], return_tensors="pt", padding=True)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = ensemble.generate(**inputs, **options)
+    for member in ensemble._members:
+        member.buffer_pool._free.clear()
+    make, count = _SlotCache.slots_for, itertools.count(1)
+
+    def make_few(cache, states):
+        if next(count) == number:
+            raise torch.OutOfMemoryError("out of memory")
+        return make(cache, states)
+
+    monkeypatch.setattr(_SlotCache, "slots_for", make_few)
+    with pytest.raises(MemberError, match="out of memory"):
+        ensemble.generate(**inputs, **options)
+    gc.collect()
+    assert ensemble.generate(**inputs, **options).tolist() == expected.tolist()
 
 
 def test_buffers_are_used_again_but_by_one_call_at_a_time(static):
