@@ -268,6 +268,7 @@ def test_a_member_without_positions_left_has_not_ended():
     assert writer.num_tokens < 12
 
 
+@pytest.mark.slow
 def test_calls_at_the_same_time_are_each_alone():
     ensemble = ensemble_of("smol", "gemma")
     calls = [(prompt, config) for prompt in PROMPTS for config in (VoteConfig(), RerankConfig())]
@@ -385,6 +386,7 @@ def test_saved_and_loaded_is_the_same(name, paths, tmp_path):
     assert EnsembleForCausalLM.from_pretrained(tmp_path / "again").config.method == config
 
 
+@pytest.mark.slow
 def test_members_are_saved_with_the_ensemble(paths, tmp_path):
     config = VoteConfig(extract=r"\w+", methods=("gac",))
     ensemble = make_ensemble(*zip(member("smol"), member("gemma"), strict=True), method=config)
@@ -402,6 +404,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(FUNCTIONS)[:3])
 def test_a_function_is_imported_only_for_those_who_trust_it(name, paths, tmp_path):
     config = FUNCTIONS[name]
@@ -426,6 +429,7 @@ def test_a_function_of_a_ranker_is_one_too(paths, tmp_path):
     assert trusting.config.method == FUNCTIONS["fuse"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function", [lambda text: text, functools.partial(functions.first_word)], ids=["lambda", "partial"]
 )
@@ -437,6 +441,7 @@ def test_a_function_without_an_import_path_is_not_saved(function, paths, tmp_pat
     assert not (tmp_path / "ensemble" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_function_that_is_gone_is_named(paths, tmp_path):
     saved_and_loaded(paths, tmp_path / "ensemble", FUNCTIONS["vote"], trust_remote_code=True)
     file = tmp_path / "ensemble" / "config.json"
@@ -445,6 +450,7 @@ def test_a_function_that_is_gone_is_named(paths, tmp_path):
         EnsembleForCausalLM.from_pretrained(tmp_path / "ensemble", trust_remote_code=True)
 
 
+@pytest.mark.slow
 def test_judges_are_saved_by_their_places(paths, tmp_path):
     configs = (
         RerankConfig(RewardModel("a/judge")),
@@ -456,6 +462,7 @@ def test_judges_are_saved_by_their_places(paths, tmp_path):
         assert again.config.method == config
 
 
+@pytest.mark.slow
 def test_a_pipeline_runs_a_saved_ensemble(paths, tmp_path):
     for name in ("vote", "nested"):
         ensemble, _ = saved_and_loaded(paths, tmp_path / name, SAVED[name])

@@ -231,6 +231,7 @@ def test_the_best_alone_is_greedy(config):
 METHODS = ("gac", "sweetspan", "unite")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do_sample", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_methods_answer_alone_is_that_in_a_batch(do_sample):
     ensemble = ensemble_of("smol", "gemma")
@@ -322,6 +323,7 @@ def assert_law(counts, probs):
     assert math.fsum(terms) < bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "law"),
     [
