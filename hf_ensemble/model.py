@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Gen
 
 from .chat.tokenizer import ensemble_tokenizer
 from .config import EnsembleConfig, MethodConfig, check_positive_integer, method_config
-from .decoding.call import Call, Kept, take_prompt
+from .decoding.call import Call, Kept, end_ids, take_prompt
 from .decoding.refusals import refuse_for_ensembles, refuse_without_output
 from .decoding.step_weights import StepWeights, WeightsLike
 from .errors import ConfigurationError
@@ -334,9 +334,8 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         """
         mode = mode_of(self.new_call(method, weights))
         pairs = read_pairs(self._members[0], prompts, continuations)
-        eos: Any = self.generation_config.eos_token_id
-        end_ids = [eos] if isinstance(eos, int) else list(eos or ())
-        return score_pairs(pairs, mode.call.weights, batch_size, lambda batch: mode.score_batch(batch, end_ids))
+        ends = end_ids(self.generation_config)
+        return score_pairs(pairs, mode.call.weights, batch_size, lambda batch: mode.score_batch(batch, ends))
 
     def new_call(self, method: str | MethodConfig | None = None, weights: WeightsLike | None = None) -> Call:
         """What a call works with; for modes only."""

@@ -179,9 +179,9 @@ def take_prompt(call: Call, inputs: Tensor | None, kwargs: dict[str, Any], membe
 
 
 def end_ids(settings: Any) -> list[int]:
-    """The ids that end a text by a prepared generation config."""
-    found: Tensor | None = settings._eos_token_tensor
-    return [] if found is None else found.tolist()
+    """The ids that end a text by a generation config."""
+    given = settings.eos_token_id
+    return [] if given is None else list(torch.as_tensor(given).flatten().tolist())
 
 
 def keeps_rows(settings: Any) -> bool:

@@ -15,6 +15,7 @@ from ..answers.likelihood import log_probs_of_answers
 from ..answers.record import Answers, record_of
 from ..chat.memory import recall
 from ..config import is_integer
+from ..decoding.call import end_ids
 from ..decoding.prompts import Prompts, read_prompts
 from ..decoding.refusals import Obstacle, refuse
 from ..errors import ConfigurationError
@@ -130,7 +131,7 @@ class AnswersMode(Mode):
             raise ConfigurationError(
                 "`streamer` takes one row: leave it out, or give one prompt and ask for one answer."
             )
-        ids_of = PrimaryIds(primary, self._end_ids())
+        ids_of = PrimaryIds(primary, end_ids(settings))
         questions = self._questions(asked, writing.run(), ids_of)
         choices = self._choose(asked, questions)
         places = [_places(*pair, num_returned) for pair in zip(questions, choices, strict=True)]
@@ -185,8 +186,8 @@ class AnswersMode(Mode):
         def log_probs(asked_for: Sequence[Question]) -> list[list[list[float | None]]]:
             rows = [next(n for n, question in enumerate(questions) if question is one) for one in asked_for]
             candidates = [one.candidates for one in asked_for]
-            members, ends = self.call.members, self._end_ids()
-            return log_probs_of_answers(members, asked.prompts, asked.weights, rows, candidates, ends)
+            ends = end_ids(asked.settings)
+            return log_probs_of_answers(self.call.members, asked.prompts, asked.weights, rows, candidates, ends)
 
         options = {"max_new_tokens": asked.max_new_tokens, "stop_strings": asked.settings.stop_strings}
         panel = Panel(log_probs, options, self.call.kept.judges)
@@ -215,14 +216,10 @@ class AnswersMode(Mode):
             return None
         return int(torch.randint(2**63 - 1, ())) if call.seed is None else call.seed
 
-    def _end_ids(self) -> list[int]:
-        given = self.call.settings.eos_token_id
-        return [] if given is None else list(torch.as_tensor(given).flatten().tolist())
-
     def _sequences(self, inputs: Tensor, rows: Sequence[list[int]], num_returned: int) -> Tensor:
         """Prompts and answers, of shape `(num_rows * num_returned, length)`, padded on the right."""
         pad = self.call.settings.pad_token_id
-        ends = self.call.members[0].ids_with_row(self._end_ids())
+        ends = self.call.members[0].ids_with_row(end_ids(self.call.settings))
         filler = int(pad) if pad is not None else (ends or [0])[0]
         width = max(map(len, rows))
         new = torch.tensor([[*ids, *[filler] * (width - len(ids))] for ids in rows], dtype=torch.long)

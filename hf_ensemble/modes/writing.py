@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..answers.base import AnswersConfig, Written
 from ..config import MethodConfig
-from ..decoding.call import Call
+from ..decoding.call import Call, end_ids
 from ..decoding.draws import Draws, seed_of
 from ..decoding.parts import in_parts
 from ..decoding.prompts import Prompts
@@ -317,8 +317,7 @@ def read_answers(
     Yields:
         For each row the new ids, and what ended it: see `Written`.
     """
-    given = [] if settings.eos_token_id is None else torch.as_tensor(settings.eos_token_id).flatten().tolist()
-    end_ids = set(member.ids_with_row(given))
+    ends_text = set(member.ids_with_row(end_ids(settings)))
     stop = None
     if settings.stop_strings is not None:
         stop = stop_string_criteria(settings.stop_strings, member.tokenizer)
@@ -335,15 +334,15 @@ def read_answers(
             length = done_at.index(True) + 1 if True in done_at else len(new)
         else:
             # Beams leave nothing but their ids.
-            length = next((n for n, i in enumerate(new, start=1) if i in end_ids), len(new))
-            if length == len(new) and new[-1:] and new[-1] not in end_ids:
+            length = next((n for n, i in enumerate(new, start=1) if i in ends_text), len(new))
+            if length == len(new) and new[-1:] and new[-1] not in ends_text:
                 while length and new[length - 1] == settings.pad_token_id and member.is_control(new[length - 1]):
                     length -= 1
             steps = range(1, length) if stop is not None else ()
             length = next((n for n in steps if is_stopped(row[: prompt_length + n])), length)
         new = new[:length]
         end: Literal["eos", "text"] | None = None
-        if new and new[-1] in end_ids:
+        if new and new[-1] in ends_text:
             end = "eos" if member.is_control(new[-1]) else "text"
         elif is_stopped(row[: prompt_length + length]) or (is_early and length < settings.max_new_tokens):
             end = "text"
