@@ -23,11 +23,13 @@ class MethodConfig:
         decides: What one decision is about: a token, a span of several, or a whole answer.
         likelihoods_ignore_options: Whether texts have the same likelihoods whatever the options, which only change what
             is written.
+        takes_seed: Whether a call may say with which seed it draws.
     """
 
     name: ClassVar[str]
     decides: ClassVar[Literal["tokens", "spans", "answers"]] = "tokens"
     likelihoods_ignore_options: ClassVar[bool] = False
+    takes_seed: ClassVar[bool] = False
 
     @property
     def takes_weights_as_given(self) -> bool:

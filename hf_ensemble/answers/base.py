@@ -171,6 +171,7 @@ class AnswersConfig(MethodConfig):
     """
 
     decides: ClassVar[Literal["answers"]] = "answers"
+    takes_seed: ClassVar[bool] = True
 
     num_candidates: int = field(default=1, kw_only=True)
     """Number of answers that every member writes. More than one are sampled."""

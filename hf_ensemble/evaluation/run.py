@@ -130,7 +130,7 @@ class _Job:
         if work == "score" and method.likelihoods_ignore_options:
             method = type(method)()
         who: dict[str, Any] = {"method": method.to_dict(), "weights": self.runner.weights}
-        if method.decides == "answers":
+        if method.takes_seed:
             who |= {"seed": _SEED}
         if self.runner.member is not None:
             who = {"member": self.runner.member}
@@ -142,7 +142,7 @@ class _Job:
     def _outcomes(self, items: Sequence[Item]) -> list[Any]:
         """Run examples together."""
         options = {"method": self.runner.method, "weights": self.runner.weights, **self._limits}
-        if self.runner.method.decides == "answers" and self.examples.work == "write":
+        if self.runner.method.takes_seed and self.examples.work == "write":
             options["seed"] = _SEED
         prompts = [item.prompt for item in items]
         if self.examples.work == "write":

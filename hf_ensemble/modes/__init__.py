@@ -25,7 +25,7 @@ def mode_for_generate(call: Call, speculation: str | None) -> Mode:
         ConfigurationError: If an option cannot be used, or there is no such drafter.
     """
     mode = mode_of(call)
-    if call.seed is not None and not mode.takes_seed:
+    if call.seed is not None and not call.config.takes_seed:
         raise ConfigurationError(
             f"`seed={call.seed!r}` cannot be used with method {call.config.name!r}, which draws by torch's generator. Call "
             "`torch.manual_seed` before."

@@ -52,8 +52,6 @@ class AnswersOutput(GenerateDecoderOnlyOutput):
 class AnswersMode(Mode):
     """A way of choosing among whole answers decides."""
 
-    takes_seed = True
-
     @property
     def _config(self) -> AnswersConfig:
         config = self.call.config

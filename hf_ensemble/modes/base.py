@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from transformers import StoppingCriteriaList
@@ -25,10 +25,8 @@ class Mode(ABC):
     Attributes:
         decoder: What decides token by token, and counts and keeps what every step gave; None if nothing does.
         recorder: What records the decisions of the call; None if nothing does.
-        takes_seed: Whether a call may say with which seed it draws.
     """
 
-    takes_seed: ClassVar[bool] = False
     decoder: Any = None
     recorder: DecisionRecorder | None = None
 
