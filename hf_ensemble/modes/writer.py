@@ -8,10 +8,10 @@ from transformers import StoppingCriteriaList
 
 from ..decoding.call import Call
 from ..decoding.row_processors import without_padding
-from ..decoding.token_decoder import TokenDecoder
 from ..methods.base import Mixed
 from ..methods.primary_alone import PrimaryAlone
 from ..mixing import log_normalizer
+from .captured_primary import decoder_of_one
 from .stock_loop import FollowingCriteriaList, Hook
 from .tokens import TokenMode
 
@@ -45,17 +45,9 @@ class WriterMode(TokenMode):
         if settings.num_beams > 1:
             return [Hook(self._check_beams), *stock]
         shares = len({tuple(row) for row in prompt_ids.tolist()}) < len(prompt_ids)
-        decoder = self.decoder = TokenDecoder(
-            call,
-            _Watched(call.kept.union, [[]], member.device),
-            prompt_ids,
-            prompt_mask,
-            # The stock loop warns of no control token.
-            end_ids=range(member.vocab_size),
-            is_wide=False,
-            runs_primary=not call.needs_stock_passes and (shares or member.is_captured),
-            max_new_tokens=settings.max_length - prompt_ids.shape[1],
-        )
+        runs_primary = not call.needs_stock_passes and (shares or member.is_captured)
+        method = _Watched(call.kept.union, [[]], member.device)
+        decoder = self.decoder = decoder_of_one(call, method, prompt_ids, prompt_mask, runs_primary)
 
         def begin(_: Tensor, scores: Tensor) -> Tensor:
             logits = decoder.fuse(scores, add_level=False)
