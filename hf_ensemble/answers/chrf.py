@@ -37,11 +37,8 @@ def pairwise_chrf(texts: Sequence[str]) -> list[list[float]]:
         recalls += in_both * matches / totals
 
     num_orders = np.clip(np.minimum.outer(lengths, lengths), 1, ORDER)
-    precisions, recalls = precisions / num_orders, recalls / num_orders
-    scores = 100.0 * np.logical_and.outer(lengths == 0, lengths == 0)
-    numerators, denominators = 100 * (1 + BETA**2) * precisions * recalls, BETA**2 * precisions + recalls
-    np.divide(numerators, denominators, out=scores, where=denominators > 0)
-    found: list[list[float]] = scores.tolist()
+    of_empty = 100.0 * np.logical_and.outer(lengths == 0, lengths == 0)
+    found: list[list[float]] = _f_scores(precisions / num_orders, recalls / num_orders, of_empty).tolist()
     return found
 
 
@@ -71,13 +68,20 @@ def aggregated_chrf(texts: Sequence[str], weights: Sequence[float]) -> list[floa
         recalls += matches / averages.sum()
 
     num_orders = np.clip(lengths, 1, ORDER)
-    precisions, recalls = precisions / num_orders, recalls / num_orders
-    scores = np.full(len(bare), 100 * shares[lengths == 0].sum())
     # A text that is not empty matches itself, so neither is 0.
-    numerators, denominators = 100 * (1 + BETA**2) * precisions * recalls, BETA**2 * precisions + recalls
-    np.divide(numerators, denominators, out=scores, where=lengths > 0)
-    found: list[float] = scores.tolist()
+    of_empty = np.full(len(bare), 100 * shares[lengths == 0].sum())
+    found: list[float] = _f_scores(precisions / num_orders, recalls / num_orders, of_empty).tolist()
     return found
+
+
+def _f_scores(
+    precisions: NDArray[np.float64], recalls: NDArray[np.float64], otherwise: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """F-scores from 0 to 100, with recall counting `BETA` times as much; `otherwise` where both are 0."""
+    numerators, denominators = 100 * (1 + BETA**2) * precisions * recalls, BETA**2 * precisions + recalls
+    scores: NDArray[np.float64] = otherwise.copy()
+    np.divide(numerators, denominators, out=scores, where=denominators > 0)
+    return scores
 
 
 def _without_white_space(texts: Sequence[str]) -> list[str]:
