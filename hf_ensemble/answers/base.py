@@ -124,7 +124,7 @@ class Choice:
     """
 
     ranking: list[int]
-    scores: dict[str, list[float | None]]
+    scores: Mapping[str, Sequence[float | None]]
     answers: list[str | None] | None = None
     written: str | None = None
 

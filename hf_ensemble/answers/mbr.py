@@ -71,7 +71,7 @@ class MbrConfig(AnswersConfig):
                 for row in self._utilities(question)
             ]
         criterion = name_of(self.utility) if callable(self.utility) else self.utility
-        return Choice(best_first(scores), {criterion: list(scores)})
+        return Choice(best_first(scores), {criterion: scores})
 
     @property
     def least_members(self) -> int:

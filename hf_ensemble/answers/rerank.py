@@ -68,7 +68,7 @@ class RerankConfig(AnswersConfig):
         if isinstance(score, (RewardModel, PairRanker)):
             judge = panel.loaded(score, score.load)
             scores = [judge.scores(question.turns, question.texts) for question in questions]
-            return [Choice(best_first(row), {score.kind: list(row)}) for row in scores]
+            return [Choice(best_first(row), {score.kind: row}) for row in scores]
         if callable(score):
             return self._by_function(score, questions)
         return [
@@ -81,7 +81,7 @@ class RerankConfig(AnswersConfig):
         answers = [text for question in questions for text in question.texts]
         values = iter(call_for_numbers(score, "score", len(answers), prompts, answers))
         rows = [[next(values) for _ in question.candidates] for question in questions]
-        return [Choice(best_first(row), {name_of(score): list(row)}) for row in rows]
+        return [Choice(best_first(row), {name_of(score): row}) for row in rows]
 
 
 def _by_likelihood(candidates: Sequence[Candidate], log_probs: Sequence[Sequence[float | None]]) -> Choice:
@@ -89,7 +89,7 @@ def _by_likelihood(candidates: Sequence[Candidate], log_probs: Sequence[Sequence
     for candidate, by_member in zip(candidates, log_probs, strict=True):
         own = [bits_per_byte(candidate, log_prob) for log_prob in by_member if log_prob is not None]
         scores.append(math.fsum(own) / len(own) if all(map(math.isfinite, own)) else math.inf)
-    return Choice(best_first([-score for score in scores]), {"bits per byte": list(scores)})
+    return Choice(best_first([-score for score in scores]), {"bits per byte": scores})
 
 
 def bits_per_byte(candidate: Candidate, log_prob: float) -> float:
