@@ -11,8 +11,7 @@ from ..decoding.prompts import Prompts
 from ..members.member import Member
 from ..methods.base import eos_ids_of
 from ..scoring.by_member import score_by_member
-from ..scoring.pairs import own_pair
-from ..vocabulary.context import MemberContext
+from ..scoring.pairs import Pair, own_pair
 from .base import Candidate
 
 
@@ -45,34 +44,25 @@ def log_probs_of_answers(
     eos_ids = eos_ids_of(members, end_ids)
     found: list[list[list[float | None]]] = [[[None] * len(members) for _ in of_row] for of_row in answers]
     for index, member in enumerate(members):
-        items = [
-            (place, number)
-            for place, row in enumerate(rows)
-            if weights[row, index] != 0
-            for number in range(len(answers[place]))
-        ]
-        contexts = prompts.contexts.get(index, [])
         control_eos = tuple(i for i in eos_ids[index] if member.is_control(i))
-        score = functools.partial(_log_probs_of, member, contexts, control_eos, prompts, rows, answers)
-        for (place, number), log_prob in zip(items, in_parts(items, score), strict=True):
+        places, items = [], []
+        for place, (row, of_row) in enumerate(zip(rows, answers, strict=True)):
+            if weights[row, index] == 0:
+                continue
+            prompt = prompts.prompt_of_row[row]
+            for number, answer in enumerate(of_row):
+                pair = own_pair(member, prompts.contexts[index][prompt], prompts.texts[prompt], answer.data)
+                places.append((place, number))
+                items.append(
+                    (replace(pair, end_ids=control_eos if answer.has_eos else None), f"answer {number} to row {row}")
+                )
+        log_probs = in_parts(items, functools.partial(_log_probs_of, member))
+        for (place, number), log_prob in zip(places, log_probs, strict=True):
             found[place][number][index] = log_prob
     return found
 
 
-def _log_probs_of(
-    member: Member,
-    contexts: Sequence[MemberContext],
-    control_eos: tuple[int, ...],
-    prompts: Prompts,
-    rows: Sequence[int],
-    answers: Sequence[Sequence[Candidate]],
-    items: Sequence[tuple[int, int]],
-) -> list[float]:
-    """One member's log-probability of some answers, each given by the place of its row and its number there."""
-    pairs = []
-    for place, number in items:
-        prompt, answer = prompts.prompt_of_row[rows[place]], answers[place][number]
-        pair = own_pair(member, contexts[prompt], prompts.texts[prompt], answer.data)
-        pairs.append(replace(pair, end_ids=control_eos if answer.has_eos else None))
-    names = [f"answer {number} to row {rows[place]}" for place, number in items]
+def _log_probs_of(member: Member, items: Sequence[tuple[Pair, str]]) -> list[float]:
+    """One member's log-probabilities of some answers, each given with what errors call it."""
+    pairs, names = zip(*items, strict=True)
     return [one.log_prob for one in score_by_member([member], {0: pairs}, names)[0]]
