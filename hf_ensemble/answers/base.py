@@ -183,10 +183,9 @@ class AnswersConfig(MethodConfig):
     """Options of `generate` with which candidates are written, where the call does not say other: `{"do_sample": True}`."""
 
     def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            value = getattr(self, option.name)
-            if isinstance(value, dict) and option.name != "generate_options":
-                object.__setattr__(self, option.name, self.read_saved(option.name, value))
+        for name, value in self._options.items():
+            if isinstance(value, dict) and name != "generate_options":
+                object.__setattr__(self, name, self.read_saved(name, value))
         check_positive_integer("num_candidates", self.num_candidates)
         is_list = isinstance(self.methods, (list, tuple))
         check_option("methods", self.methods, is_list, "a list of methods")
@@ -204,46 +203,47 @@ class AnswersConfig(MethodConfig):
         check_option("generate_options", self.generate_options, is_mapping, "a dictionary of options of `generate`")
         object.__setattr__(self, "generate_options", dict(self.generate_options))
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The options by name."""
+        return {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
+
     def to_dict(self) -> dict[str, Any]:
         """The method's name and options, as they are saved; functions by their import paths."""
-        options = {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
-        return {"name": self.name, **{name: _saved(value) for name, value in options.items()}}
+        return {"name": self.name, **{name: _saved(value) for name, value in self._options.items()}}
 
     def imported(self, is_trusted: bool) -> Self:
         """The same with functions that a saved configuration names imported; see `MethodConfig.imported`."""
-        options = {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
-        found: dict[str, Any] = {
-            name: value.load(is_trusted) for name, value in options.items() if isinstance(value, Imported)
-        }
-        found |= {
-            name: value.imported(is_trusted) for name, value in options.items() if isinstance(value, MethodConfig)
-        }
+        found: dict[str, Any] = {}
+        for name, value in self._options.items():
+            if isinstance(value, Imported):
+                found[name] = value.load(is_trusted)
+            elif isinstance(value, MethodConfig):
+                found[name] = value.imported(is_trusted)
         return dataclasses.replace(self, **found) if found else self
 
     def with_paths(self, change: Callable[[str], str]) -> Self:
         """The same with other paths of judges and fusers; see `MethodConfig.with_paths`."""
         found: dict[str, Any] = {}
-        for option in dataclasses.fields(self):
-            value = getattr(self, option.name)
+        for name, value in self._options.items():
             if isinstance(value, MethodConfig):
-                found[option.name] = value.with_paths(change)
+                found[name] = value.with_paths(change)
             elif dataclasses.is_dataclass(value) and not isinstance(value, (type, Imported)):
-                found[option.name] = dataclasses.replace(value, path=change(value.path))  # type: ignore[attr-defined]
+                found[name] = dataclasses.replace(value, path=change(value.path))  # type: ignore[attr-defined]
         return dataclasses.replace(self, **found) if found else self
 
     def check_saveable(self, is_for_hub: bool) -> None:
         """Refuse options that nobody could load again: functions without an import path, models of this machine."""
-        for option in dataclasses.fields(self):
-            value = getattr(self, option.name)
+        for name, value in self._options.items():
             if isinstance(value, MethodConfig):
                 value.check_saveable(is_for_hub)
             elif callable(value):
-                check_importable(value, option.name)
+                check_importable(value, name)
         try:
             json.dumps(self.generate_options)
         except TypeError as error:
             raise ConfigurationError(
-                f"`generate_options` cannot be saved, since they hold what JSON has not: {error}. Give numbers, texts and lists."
+                f"`generate_options` cannot be saved, since JSON cannot hold them: {error}. Give numbers, texts and lists."
             ) from error
         for path in self.models if is_for_hub else ():
             if is_local(path):
