@@ -17,8 +17,9 @@ from transformers import (
 
 from ..config import check_option, check_positive_integer
 from ..errors import ConfigurationError
+from ..members.state import padded_left
 from .base import Turns
-from .loaded import ModelSource, Reader, in_batches, learned_positions, padded, text_of
+from .loaded import ModelSource, Reader, in_batches, learned_positions, padded_right, text_of
 
 TEMPLATE = (
     "Below are a conversation and several answers to it, each written by another assistant. Some may be wrong or "
@@ -84,7 +85,7 @@ class Fuser(ModelSource):
 
 
 def check_template(template: str) -> None:
-    """Refuse a template that does not name the conversation and the answers, or anything else.
+    """Refuse a template that does not name the conversation and the answers, or that names anything else.
 
     Args:
         template: A format string.
@@ -143,7 +144,7 @@ class LoadedFuser:
 
         Args:
             turns_of_rows: The conversations.
-            answers_of_rows: The answers to each, the best first. What they spell never is a control token.
+            answers_of_rows: The answers to each, the best first. What they spell is never a control token.
             generate_options: Options of `generate`. It decodes greedily unless they say other, and stops at the model's own
                 EOS.
 
@@ -233,11 +234,13 @@ class LoadedFuser:
             )
 
     def _generate(self, rows: Sequence[list[int]], options: Mapping[str, Any]) -> list[str]:
-        side = "right" if self._is_seq2seq else "left"
-        ids, mask = padded(rows, self._pad_id, self._model.device, side)
+        pad, device = padded_right if self._is_seq2seq else padded_left, self._model.device
+        ids, mask = pad(rows, self._pad_id)
         with torch.inference_mode():
             found: Tensor = self._model.generate(
-                input_ids=ids, attention_mask=mask, **{"pad_token_id": self._pad_id, **options}
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                **{"pad_token_id": self._pad_id, **options},
             )
         # A decoder starts with an id of its own.
         num_read = 1 if self._is_seq2seq else ids.shape[1]

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from ..config import check_option, check_positive_integer
 from ..errors import ConfigurationError
 from .base import Turns
-from .loaded import ModelSource, Reader, in_batches, learned_positions, padded, text_of, told_length
+from .loaded import ModelSource, Reader, in_batches, learned_positions, padded_right, text_of, told_length
 
 MAX_SOURCE_LENGTH = 1224
 """Ids of a source that PairRM was trained to read, as published."""
@@ -191,11 +191,12 @@ class LoadedRewardModel(LoadedJudge):
             # Without one, the stock head takes the last id, whatever it is.
             self._config.pad_token_id = self._pad_id if is_padded else None
         pad_id = self._pad_id if is_padded and self._pad_id is not None else 0
-        ids, mask = padded([ids for ids, _ in rows], pad_id, self._model.device)
+        ids, mask = padded_right([ids for ids, _ in rows], pad_id)
         inputs = {"input_ids": ids, "attention_mask": mask}
         segments = [row for _, row in rows if row is not None]
         if segments:
-            inputs["token_type_ids"], _ = padded(segments, 0, self._model.device)
+            inputs["token_type_ids"], _ = padded_right(segments, 0)
+        inputs = {name: value.to(self._model.device) for name, value in inputs.items()}
         with torch.inference_mode():
             logits: Tensor = self._model(**inputs).logits  # (B, 1)
         scores: list[float] = logits.flatten().tolist()
@@ -352,9 +353,9 @@ class LoadedPairRanker(LoadedJudge):
         # A prefix stands behind what the tokenizer puts in front of each part.
         start = len(self._frame.ids[0])
         places = [[start, start + len(a), start + len(a) + len(b)] for a, b, _ in rows]
-        ids, mask = padded(joined, self._pad_id, self._model.device)
+        inputs = *padded_right(joined, self._pad_id), torch.tensor(places)
         with torch.inference_mode():
-            logits: Tensor = self._model(ids, mask, torch.tensor(places, device=self._model.device))  # (B,)
+            logits: Tensor = self._model(*(value.to(self._model.device) for value in inputs))  # (B,)
         found: list[float] = logits.tolist()
         return found
 

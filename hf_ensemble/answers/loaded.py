@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import Self
 
@@ -209,7 +210,7 @@ class Frame:
 
 
 class Reader:
-    """How a loaded model reads text: what content spells never is a control token.
+    """How a loaded model reads text: what content spells is never a control token.
 
     Args:
         tokenizer: The model's tokenizer; only read.
@@ -337,25 +338,9 @@ def in_batches(rows: Sequence[_Row], size: int, length: Callable[[_Row], int]) -
         yield order[start : start + size]
 
 
-def padded(
-    rows: Sequence[Sequence[int]], pad_id: int, device: Any, side: str = "right"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put rows of ids into one tensor.
-
-    Args:
-        rows: The ids.
-        pad_id: What fills them up.
-        device: Where the tensors go.
-        side: On which side it does.
-
-    Returns:
-        Ids and attention mask, both of shape `(batch_size, num_ids)`.
-    """
+def padded_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Rows of ids padded on the right, and 1 for what is no padding, each of shape `(num_rows, longest)`."""
     width = max(map(len, rows))
-    fill = [[0] * (width - len(row)) for row in rows]
-    ids, mask = [], []
-    for row, zeros in zip(rows, fill, strict=True):
-        pads, ones = [pad_id for _ in zeros], [1] * len(row)
-        ids.append([*row, *pads] if side == "right" else [*pads, *row])
-        mask.append([*ones, *zeros] if side == "right" else [*zeros, *ones])
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    ids = torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return ids, mask
