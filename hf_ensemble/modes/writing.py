@@ -109,9 +109,9 @@ class Writing:
     @property
     def num_written(self) -> list[int]:
         """How many answers are written to each row."""
-        count = self._config.num_candidates
-        members = [sum(row in rows for rows in self._rows_of.values()) for row in range(self._num_rows)]
-        return [count * num_members + len(self._config.methods) for num_members in members]
+        config = self._config
+        num_members: list[int] = (self._asked.weights != 0).sum(-1).tolist()
+        return [config.num_candidates * num + len(config.methods) for num in num_members]
 
     def run(self) -> list[list[Written]]:
         """Write, on every device at the same time.
