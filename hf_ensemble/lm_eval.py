@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from .config import METHODS, method_config
+from .config import METHODS, MethodConfig, method_config
 from .errors import ConfigurationError
 from .members.state import padded_left
 from .model import EnsembleForCausalLM
@@ -164,7 +164,7 @@ class EnsembleLM(TemplateLM):
         config = self.ensemble.config
         return {
             "members": [member.name for member in self.ensemble.member_views],
-            "method": (self._call["method"] or config.method).to_dict(),
+            "method": self._method.to_dict(),
             "weights": self._call["weights"] or config.weights,
             "model_num_parameters": sum(p.numel() for p in self.ensemble.parameters()),
             "model_dtype": str(self.ensemble.dtype),
@@ -286,10 +286,8 @@ class EnsembleLM(TemplateLM):
         stops = [stop for stop in settings.pop("until") if stop]
         if not settings["do_sample"]:
             settings.pop("temperature", None)
-        method = self._call["method"] or self.ensemble.config.method
-        own = method.generate_options_beside(None)
         # What a method says of its candidates is said of every task.
-        settings = {name: value for name, value in settings.items() if name not in own}
+        settings |= self._method.generate_options_beside(None)
         room = self.max_length - num_new
         if room < 1:
             raise ConfigurationError(
@@ -304,7 +302,6 @@ class EnsembleLM(TemplateLM):
             **self._stopping(stops, ids.shape[1]),
             **self._call,
             **settings,
-            **own,
         )
         stops = [*stops, self.tokenizer.decode([self.eot_token_id])] if self.eot_token_id is not None else stops
         texts = self.tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
@@ -313,12 +310,17 @@ class EnsembleLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", asked, text)
         return texts
 
+    @property
+    def _method(self) -> MethodConfig:
+        """The method that was asked for, else the ensemble's own."""
+        method: MethodConfig = self._call["method"] or self.ensemble.config.method
+        return method
+
     def _stopping(self, stops: list[str], prompt_length: int) -> dict[str, Any]:
         """How `generate` is told where to stop: by the primary's text, or, where every member writes, by each one's own."""
-        method = self._call["method"] or self.ensemble.config.method
         if not stops:
             return {}
-        if method.decides == "answers":
+        if self._method.decides == "answers":
             return {"stop_strings": stops}
         return {"stopping_criteria": [_StopTexts(self.tokenizer, stops, prompt_length)]}
 
