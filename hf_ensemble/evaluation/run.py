@@ -182,7 +182,9 @@ def evaluate(
       bytes, both summed over the set. Infinite where one has no probability; the table says how many.
 
     Methods that choose among whole answers write, and have no likelihoods to be measured but by `RerankConfig`'s own; where
-    they sample, an example's samples are the same in every run. Intervals are for 95 %: Wilson's for shares, the normal one for F1 and for the ratio of bits to bytes, and for chrF and
+    they sample, an example's samples are the same in every run.
+
+    Intervals are for 95 %: Wilson's for shares, the normal one for F1 and for the ratio of bits to bytes, and for chrF and
     BLEU that of a bootstrap over examples. Everybody is compared with the member that is best at the measure on the same
     examples, by the paired differences. That member is chosen on these very examples, which favours it a little.
 
