@@ -389,7 +389,7 @@ def test_what_functions_are_given():
     texts = [[answer.text for answer in row] for row in output.answers]
     assert answers == [text for row in texts for text in row]
     assert prompts == [prompt for prompt, row in zip(PROMPTS, texts, strict=True) for _ in row]
-    assert [[answer.scores["note"] for answer in row] for row in output.answers]
+    assert [answer.scores["note"] for row in output.answers for answer in row] == list(range(len(answers)))
     seen.clear()
     output = call(PROMPT, MbrConfig(utility=note), ensemble=ensemble, return_dict_in_generate=True)
     texts = [answer.text for answer in output.answers[0]]
