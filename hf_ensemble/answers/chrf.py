@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-ORDER = 6
-BETA = 2
+_ORDER = 6
+_BETA = 2
 
 
 def pairwise_chrf(texts: Sequence[str]) -> list[list[float]]:
@@ -36,7 +36,7 @@ def pairwise_chrf(texts: Sequence[str]) -> list[list[float]]:
         precisions += in_both * matches / totals[:, None]
         recalls += in_both * matches / totals
 
-    num_orders = np.clip(np.minimum.outer(lengths, lengths), 1, ORDER)
+    num_orders = np.clip(np.minimum.outer(lengths, lengths), 1, _ORDER)
     of_empty = 100.0 * np.logical_and.outer(lengths == 0, lengths == 0)
     found: list[list[float]] = _f_scores(precisions / num_orders, recalls / num_orders, of_empty).tolist()
     return found
@@ -67,7 +67,7 @@ def aggregated_chrf(texts: Sequence[str], weights: Sequence[float]) -> list[floa
         precisions += matches / np.maximum(lengths - order + 1, 1)
         recalls += matches / averages.sum()
 
-    num_orders = np.clip(lengths, 1, ORDER)
+    num_orders = np.clip(lengths, 1, _ORDER)
     # A text that is not empty matches itself, so neither is 0.
     of_empty = np.full(len(bare), 100 * shares[lengths == 0].sum())
     found: list[float] = _f_scores(precisions / num_orders, recalls / num_orders, of_empty).tolist()
@@ -77,8 +77,8 @@ def aggregated_chrf(texts: Sequence[str], weights: Sequence[float]) -> list[floa
 def _f_scores(
     precisions: NDArray[np.float64], recalls: NDArray[np.float64], otherwise: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """F-scores from 0 to 100, with recall counting `BETA` times as much; `otherwise` where both are 0."""
-    numerators, denominators = 100 * (1 + BETA**2) * precisions * recalls, BETA**2 * precisions + recalls
+    """F-scores from 0 to 100, with recall counting `_BETA` times as much; `otherwise` where both are 0."""
+    numerators, denominators = 100 * (1 + _BETA**2) * precisions * recalls, _BETA**2 * precisions + recalls
     scores: NDArray[np.float64] = otherwise.copy()
     np.divide(numerators, denominators, out=scores, where=denominators > 0)
     return scores
@@ -99,7 +99,7 @@ def _count_ngrams(texts: list[str]) -> Iterator[tuple[NDArray[np.int64], NDArray
     chars = np.frombuffer("".join(texts).encode("utf-32-le"), dtype="<u4").astype(np.int64)
     owners = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
     ngrams = np.zeros(len(chars) + 1, dtype=np.int64)
-    for order in range(1, ORDER + 1):
+    for order in range(1, _ORDER + 1):
         # An n-gram is the one before it in order, and the next character.
         _, ngrams = np.unique(ngrams[:-1] * 0x110000 + chars[order - 1 :], return_inverse=True)
         firsts = owners[: len(ngrams)]

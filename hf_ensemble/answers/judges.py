@@ -17,10 +17,10 @@ from ..errors import ConfigurationError
 from .base import Turns
 from .loaded import ModelSource, Reader, in_batches, learned_positions, padded_right, text_of, told_length
 
-MAX_SOURCE_LENGTH = 1224
+_MAX_SOURCE_LENGTH = 1224
 """Ids of a source that PairRM was trained to read, as published."""
 
-MAX_CANDIDATE_LENGTH = 412
+_MAX_CANDIDATE_LENGTH = 412
 """Ids of each candidate beside a source of full length, as published."""
 
 _MANY_TURNS = "Finish the following coversation in each i-th turn by filling in <Response i> with your response."
@@ -142,7 +142,7 @@ class LoadedRewardModel(LoadedJudge):
             outputs = self._run([rows[n] for n in numbers], is_padded)
             found.update(zip([texts[n] for n in numbers], outputs, strict=True))
         for value in found.values():
-            check_finite(value, self._source, self._model)
+            _check_finite(value, self._source, self._model)
         return [found[text] for text in answers]
 
     def _in_template(self, turns: Turns, answer: str) -> tuple[list[int], None]:
@@ -248,7 +248,7 @@ class PairRanker(ModelSource):
                 "Name one in the layout of llm-blender/PairRM-hf."
             )
         tokenizer = self.load_tokenizer()
-        return LoadedPairRanker(self, self.load_model(pair_model_class(), refuses_unexpected=True), tokenizer)
+        return LoadedPairRanker(self, self.load_model(_pair_model_class(), refuses_unexpected=True), tokenizer)
 
 
 _PREFIXES = ("source_prefix_id", "cand1_prefix_id", "cand2_prefix_id")
@@ -314,8 +314,8 @@ class LoadedPairRanker(LoadedJudge):
 
     def _logits(self, source: str, candidates: list[str]) -> dict[tuple[str, str], float]:
         """The logit of each ordered pair of different places, by their texts."""
-        max_length = MAX_SOURCE_LENGTH + 2 * MAX_CANDIDATE_LENGTH
-        source_ids = self._part(0, source, MAX_SOURCE_LENGTH)
+        max_length = _MAX_SOURCE_LENGTH + 2 * _MAX_CANDIDATE_LENGTH
+        source_ids = self._part(0, source, _MAX_SOURCE_LENGTH)
         share = (max_length - len(source_ids)) // 2
         by_place = [{text: self._part(place, text, share) for text in candidates} for place in (1, 2)]
         pairs = list(dict.fromkeys(itertools.permutations(candidates, 2)))
@@ -329,7 +329,7 @@ class LoadedPairRanker(LoadedJudge):
             logits = self._run([(source_ids, by_place[0][a], by_place[1][b]) for a, b in batch])
             found.update(zip(batch, logits, strict=True))
         for value in found.values():
-            check_finite(value, self._source, self._model)
+            _check_finite(value, self._source, self._model)
         return found
 
     def _part(self, place: int, text: str, limit: int) -> list[int]:
@@ -361,7 +361,7 @@ class LoadedPairRanker(LoadedJudge):
 
 
 @functools.cache
-def pair_model_class() -> Any:
+def _pair_model_class() -> Any:
     """The class of PairRM's model. Made when it is first needed: DeBERTa takes long to import."""
     from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2Model, DebertaV2PreTrainedModel
 
@@ -421,7 +421,7 @@ def judge_of(saved: dict[str, Any]) -> Judge:
     return kinds[kind].from_dict(saved)
 
 
-def check_finite(value: float, source: ModelSource, model: PreTrainedModel) -> None:
+def _check_finite(value: float, source: ModelSource, model: PreTrainedModel) -> None:
     """Refuse a score that cannot be compared.
 
     Raises:

@@ -87,12 +87,12 @@ class RerankConfig(AnswersConfig):
 def _by_likelihood(candidates: Sequence[Candidate], log_probs: Sequence[Sequence[float | None]]) -> Choice:
     scores = []
     for candidate, by_member in zip(candidates, log_probs, strict=True):
-        own = [bits_per_byte(candidate, log_prob) for log_prob in by_member if log_prob is not None]
+        own = [_bits_per_byte(candidate, log_prob) for log_prob in by_member if log_prob is not None]
         scores.append(math.fsum(own) / len(own) if all(map(math.isfinite, own)) else math.inf)
     return Choice(best_first([-score for score in scores]), {"bits per byte": scores})
 
 
-def bits_per_byte(candidate: Candidate, log_prob: float) -> float:
+def _bits_per_byte(candidate: Candidate, log_prob: float) -> float:
     """Bits per byte of a whole answer, the control token that ends it counted as one byte; infinite for nothing at all.
 
     Args:

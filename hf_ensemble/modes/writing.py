@@ -261,7 +261,7 @@ class Writing:
             tokenizer=writer.tokenizer,
             **arguments,
         )
-        found = list(read_answers(writer, output, ids.shape[1], settings, mode.call.ends, arguments))
+        found = list(_read_answers(writer, output, ids.shape[1], settings, mode.call.ends, arguments))
         log_probs = _summed(getattr(mode, "log_probs", []), [len(new) for new, _ in found])
         seconds = (time.perf_counter() - began) / len(items)
         return [
@@ -296,7 +296,7 @@ def _summed(steps: Sequence[Tensor], lengths: Sequence[int]) -> list[float | Non
     return [math.fsum(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
-def read_answers(
+def _read_answers(
     member: Member,
     output: Tensor,
     prompt_length: int,
