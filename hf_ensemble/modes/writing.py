@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -334,10 +335,9 @@ def _read_answers(
             length = done_at.index(True) + 1 if True in done_at else len(new)
         else:
             # Beams leave nothing but their ids.
-            length = next((n for n, i in enumerate(new, start=1) if i in ends_text), len(new))
-            if length == len(new) and new[-1:] and new[-1] not in ends_text:
-                while length and new[length - 1] == settings.pad_token_id and member.is_control(new[length - 1]):
-                    length -= 1
+            length = next((n for n, i in enumerate(new, start=1) if i in ends_text), None)
+            if length is None:
+                length = len(new) - _num_padding(member, new, settings.pad_token_id)
             steps = range(1, length) if stop is not None else ()
             length = next((n for n in steps if is_stopped(row[: prompt_length + n])), length)
         new = new[:length]
@@ -347,3 +347,9 @@ def _read_answers(
         elif is_stopped(row[: prompt_length + length]) or (is_early and length < settings.max_new_tokens):
             end = "text"
         yield tuple(new), end
+
+
+def _num_padding(member: Member, ids: Sequence[int], pad_id: int | None) -> int:
+    """How many ids at the end are padding, which is a control token; others were written."""
+    is_padding = [i == pad_id and member.is_control(i) for i in ids]
+    return len(list(itertools.takewhile(bool, reversed(is_padding))))
