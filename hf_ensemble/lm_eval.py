@@ -287,21 +287,20 @@ class EnsembleLM(TemplateLM):
         if not settings["do_sample"]:
             settings.pop("temperature", None)
         # What a method says of its candidates is said of every task.
-        settings |= self._method.generate_options_beside(None)
+        own = self._method.generate_options_beside(None)
+        num_new = own.get("max_new_tokens", num_new)
         room = self.max_length - num_new
         if room < 1:
             raise ConfigurationError(
                 f"{num_new} new ids leave no room for a prompt, since `max_length` is {self.max_length}. Ask for fewer."
             )
         ids, mask = padded_left([prompt[-room:] or [self.prefix_token_id] for _, prompt in rows])
+        pad_id = self.eot_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        options = {"max_new_tokens": num_new, "pad_token_id": pad_id, **self._stopping(stops, ids.shape[1])}
         output: Tensor = self.ensemble.generate(
             input_ids=ids.to(self.device),
             attention_mask=mask.to(self.device),
-            max_new_tokens=num_new,
-            pad_token_id=self.eot_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id,
-            **self._stopping(stops, ids.shape[1]),
-            **self._call,
-            **settings,
+            **{**options, **settings, **own, **self._call},
         )
         stops = [*stops, self.tokenizer.decode([self.eot_token_id])] if self.eot_token_id is not None else stops
         texts = self.tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)

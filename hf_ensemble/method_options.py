@@ -52,6 +52,11 @@ class MethodConfig:
         return False
 
     @property
+    def models(self) -> tuple[str, ...]:
+        """Hub ids and paths of models that are loaded beside the members."""
+        return ()
+
+    @property
     def gives_likelihoods(self) -> bool:
         """Whether it says how likely a text is, so that `score` can use it."""
         return True

@@ -297,8 +297,9 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         elif own:
             # Beside a configuration `transformers` wants no options.
             generation_config = copy.deepcopy(generation_config)
-            for key, value in own.items():
-                setattr(generation_config, key, value)
+            unknown = generation_config.update(**own)
+            # They are refused as any other's.
+            given = unknown | given
         call.settings, others = self._prepare_generation_config(generation_config, **given)  # type: ignore[misc]
         if num_returned is not None:
             call.settings.num_return_sequences = num_returned

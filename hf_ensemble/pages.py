@@ -42,7 +42,8 @@ def _filled(template: str, parts: Mapping[str, str]) -> str:
 
 def escaped(text: str) -> str:
     """A text as HTML, with signs for control characters."""
-    return html.escape(text.translate(PICTURES))
+    # What is no character in UTF-8 could not be written.
+    return html.escape(text.translate(PICTURES).encode("utf-8", "replace").decode())
 
 
 def marked(text: str) -> str:

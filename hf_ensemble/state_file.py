@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .config import MethodConfig
 from .errors import ConfigurationError
 from .members.member import Member
 
@@ -103,6 +104,25 @@ def hash_of(value: Any) -> str:
         TypeError: If the value has no JSON.
     """
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def can_be_found_again(method: MethodConfig) -> bool:
+    """Whether a method's options say all that they are, so that what is kept of one is found again by them."""
+    try:
+        method.check_saveable(is_for_hub=False)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def describe_method(method: MethodConfig) -> dict[str, Any]:
+    """A method's name and options, and what tells when a folder of a judge or fuser has changed."""
+    files = {
+        path: [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(Path(path).iterdir())]
+        for path in method.models
+        if os.path.isdir(path)
+    }
+    return {**method.to_dict(), "files": files} if files else method.to_dict()
 
 
 def describe_member(member: Member) -> list[Any]:

@@ -83,7 +83,7 @@ def _writer(writer: "AnswerWriter", is_numbered: bool) -> str:
     kind = " <small>method</small>" if writer.member is None else ""
     number = f" <small>answer {writer.number + 1}</small>" if is_numbered else ""
     cells = (f"<bdi>{escaped(writer.name)}</bdi>{kind}{number}", str(writer.num_tokens), _number(writer.seconds))
-    return "".join(f"<td>{cell}</td>" for cell in (*cells, _ENDS[writer.ended], _number(writer.log_prob)))
+    return "".join(f"<td>{cell}</td>" for cell in (*cells, _ENDS[writer.ended_by], _number(writer.log_prob)))
 
 
 def _number(value: float | None) -> str:

@@ -20,6 +20,9 @@ Turns = list[dict[str, Any]]
 
 _Loaded = TypeVar("_Loaded")
 
+_MOST_KEPT = 2
+"""Models that are kept from call to call: a judge and a fuser."""
+
 
 @dataclass(frozen=True)
 class Written:
@@ -104,7 +107,7 @@ class Question:
     @property
     def prompt(self) -> str | Turns:
         """The prompt as a text; the turns of a conversation of more than one."""
-        return self.turns if len(self.turns) > 1 else str(self.turns[0]["content"])
+        return self.turns if len(self.turns) > 1 else str(self.turns[0].get("content") or "")
 
     @property
     def texts(self) -> list[str]:
@@ -156,9 +159,13 @@ class Panel:
             source: What tells it from others.
             load: Loads it.
         """
-        if source not in self._kept:
-            self._kept[source] = load()
-        found: _Loaded = self._kept[source]
+        found: _Loaded | None = self._kept.pop(source, None)
+        if found is None:
+            found = load()
+        # The one that was longest not asked for is let go.
+        self._kept[source] = found
+        while len(self._kept) > _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
         return found
 
 
@@ -214,31 +221,39 @@ class AnswersConfig(MethodConfig):
 
     def imported(self, is_trusted: bool) -> Self:
         """The same with functions that a saved configuration names imported; see `MethodConfig.imported`."""
-        found: dict[str, Any] = {}
-        for name, value in self._options.items():
+
+        def change(value: Any) -> Any:
             if isinstance(value, Imported):
-                found[name] = value.load(is_trusted)
-            elif isinstance(value, MethodConfig):
-                found[name] = value.imported(is_trusted)
-        return dataclasses.replace(self, **found) if found else self
+                return value.load(is_trusted)
+            return value.imported(is_trusted) if isinstance(value, MethodConfig) else value
+
+        return self._changed(change)
 
     def with_paths(self, change: Callable[[str], str]) -> Self:
         """The same with other paths of judges and fusers; see `MethodConfig.with_paths`."""
-        found: dict[str, Any] = {}
-        for name, value in self._options.items():
+
+        def moved(value: Any) -> Any:
             if isinstance(value, MethodConfig):
-                found[name] = value.with_paths(change)
-            elif dataclasses.is_dataclass(value) and not isinstance(value, (type, Imported)):
-                found[name] = dataclasses.replace(value, path=change(value.path))  # type: ignore[attr-defined]
-        return dataclasses.replace(self, **found) if found else self
+                return value.with_paths(change)
+            if dataclasses.is_dataclass(value) and not isinstance(value, (type, Imported)):
+                return dataclasses.replace(value, path=change(value.path))  # type: ignore[attr-defined]
+            return value
+
+        return self._changed(moved)
+
+    def _changed(self, change: Callable[[Any], Any]) -> Self:
+        """The same with every option changed, and each of the methods that write."""
+        options = {name: change(value) for name, value in self._options.items()}
+        return dataclasses.replace(self, **{**options, "methods": tuple(map(change, self.methods))})
 
     def check_saveable(self, is_for_hub: bool) -> None:
         """Refuse options that nobody could load again: functions without an import path, models of this machine."""
         for name, value in self._options.items():
-            if isinstance(value, MethodConfig):
-                value.check_saveable(is_for_hub)
-            elif callable(value):
+            if callable(value):
                 check_importable(value, name)
+        for nested in (*self.methods, *self._options.values()):
+            if isinstance(nested, MethodConfig):
+                nested.check_saveable(is_for_hub)
         try:
             json.dumps(self.generate_options)
         except TypeError as error:
@@ -258,14 +273,14 @@ class AnswersConfig(MethodConfig):
         return True
 
     @property
-    def models(self) -> tuple[str, ...]:
-        """Hub ids and paths of models that are loaded beside the members."""
-        return ()
-
-    @property
     def gives_likelihoods(self) -> bool:
         """Whether it says how likely a text is, so that `score` can use it."""
         return False
+
+    @property
+    def has_one_each(self) -> bool:
+        """Whether there is one candidate of each member and no other."""
+        return self.num_candidates == 1 and not self.methods
 
     @property
     def returns_one(self) -> bool:
@@ -296,6 +311,16 @@ class AnswersConfig(MethodConfig):
         if set(value) == {"pattern", "flags"}:
             return re.compile(value["pattern"], value["flags"])
         raise ConfigurationError(f"`{option}` of method {self.name!r} cannot be read: {value!r:.200}.")
+
+    def load(self, panel: Panel) -> None:
+        """Load what judges or fuses, before anybody writes.
+
+        Args:
+            panel: Keeps what is loaded.
+
+        Raises:
+            ConfigurationError: If something cannot be loaded.
+        """
 
     @abstractmethod
     def choose(self, questions: Sequence[Question], panel: Panel) -> list[Choice]:

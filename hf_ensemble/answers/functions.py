@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,10 @@ def path_of(function: Any) -> str:
     if isinstance(function, Imported):
         return function.path
     owner = function if hasattr(function, "__qualname__") else type(function)
-    return f"{getattr(function, '__module__', owner.__module__)}:{owner.__qualname__}"
+    # Methods of built-in types name their class only.
+    of_class = getattr(function, "__objclass__", type(function))
+    module = getattr(function, "__module__", None) or of_class.__module__
+    return f"{module}:{owner.__qualname__}"
 
 
 def name_of(function: Any) -> str:
@@ -92,8 +95,8 @@ def check_importable(function: Any, option: str) -> None:
         is_found = False
     if not is_found:
         raise ConfigurationError(
-            f"`{option}` is {path!r}, which cannot be imported by that path, so that an ensemble with it cannot be saved. "
-            "Define it as a function of a module."
+            f"`{option}` is {path!r}, which cannot be imported by that path, so nobody could find it again. Define it as a "
+            "function of a module."
         )
 
 
@@ -118,11 +121,12 @@ def call_for_numbers(function: Callable[..., Any], option: str, count: int, *arg
     Raises:
         ConfigurationError: If it raises, or gives something else.
     """
-    found = called(function, option, *args, **by_name)
-    values = found.tolist() if hasattr(found, "tolist") else found
+    found = called(lambda *a, **b: _listed(function(*a, **b)), option, *args, of=function, **by_name)
     try:
-        numbers = [float(value) for value in values] if not isinstance(values, (str, bytes)) else None
-    except (TypeError, ValueError):
+        numbers = (
+            None if any(isinstance(value, (str, bytes)) for value in found) else [float(value) for value in found]
+        )
+    except (TypeError, ValueError, OverflowError):
         numbers = None
     if numbers is None or len(numbers) != count:
         got = f"{len(numbers)} numbers" if numbers is not None else f"{found!r:.200}"
@@ -138,13 +142,22 @@ def call_for_numbers(function: Callable[..., Any], option: str, count: int, *arg
     return numbers
 
 
-def called(function: Callable[..., Any], option: str, *args: Any, **by_name: Any) -> Any:
+def _listed(values: Any) -> Any:
+    """What a function gave as a list, which may take its work; anything else as a list of one."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    is_no_list = isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable)
+    return [values] if is_no_list else list(values)
+
+
+def called(function: Callable[..., Any], option: str, *args: Any, of: Any = None, **by_name: Any) -> Any:
     """Call a user's function.
 
     Args:
         function: The function.
         option: The option that holds it, for the error.
         *args: What it is called with.
+        of: What errors name, where `function` only calls it.
         **by_name: The same, by name.
 
     Raises:
@@ -157,5 +170,5 @@ def called(function: Callable[..., Any], option: str, *args: Any, **by_name: Any
     except Exception as error:
         given = ", ".join(f"{value!r:.80}" for value in args)
         raise ConfigurationError(
-            f"`{option}` ({path_of(function)}) raised {type(error).__name__}: {error}, for {given}."
+            f"`{option}` ({path_of(of or function)}) raised {type(error).__name__}: {error}, for {given}."
         ) from error

@@ -49,6 +49,8 @@ class FuseConfig(AnswersConfig):
         super().__post_init__()
         is_model = isinstance(self.model, Fuser) or (isinstance(self.model, str) and self.model != "")
         check_option("model", self.model, is_model, "a Hub id, a path or a `Fuser`")
+        if isinstance(self.ranker, str):
+            object.__setattr__(self, "ranker", method_config(self.ranker))
         is_ranker = isinstance(self.ranker, AnswersConfig) and not isinstance(self.ranker, FuseConfig)
         check_option("ranker", self.ranker, is_ranker, "a `RerankConfig`, `VoteConfig` or `MbrConfig`")
         check_positive_integer("top", self.top)
@@ -86,6 +88,11 @@ class FuseConfig(AnswersConfig):
     def _fuser(self) -> Fuser:
         fuser = self.model if isinstance(self.model, Fuser) else Fuser(self.model)
         return fuser if self.template is None else replace(fuser, template=self.template)
+
+    def load(self, panel: Panel) -> None:
+        """Load the fuser, and what the ranker needs; see `AnswersConfig.load`."""
+        panel.loaded(self._fuser, self._fuser.load)
+        self.ranker.load(panel)
 
     def choose(self, questions: Sequence[Question], panel: Panel) -> list[Choice]:
         """Rank, and let the model write; see `AnswersConfig.choose`."""

@@ -35,6 +35,12 @@ MAX_NEW_TOKENS = 512
 _MAX_FUSER_LENGTH = 1024
 """Ids that GenFuser was trained to read, as published."""
 
+_OF_THE_OUTPUT = (
+    *("num_beams", "num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits"),
+    *("output_attentions", "output_hidden_states"),
+)
+"""What a checkpoint may say of its own, and is not wanted here: one greedy text."""
+
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
 
@@ -127,7 +133,7 @@ class LoadedFuser:
         settings = self._model.generation_config
         # Said only where it samples: a greedy call warns of them.
         self._sampling = {key: getattr(settings, key, None) for key in _SAMPLING}
-        for key in ("do_sample", *_SAMPLING):
+        for key in ("do_sample", *_SAMPLING, *_OF_THE_OUTPUT):
             setattr(settings, key, None)
         ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
         self._end_ids: list[int] = ends if isinstance(ends, list) else [ends] if ends is not None else []

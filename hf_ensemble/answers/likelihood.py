@@ -11,7 +11,7 @@ from ..decoding.prompts import Prompts
 from ..members.member import Member
 from ..methods.base import eos_ids_of
 from ..scoring.by_member import score_by_member
-from ..scoring.pairs import Pair, own_pair
+from ..scoring.pairs import Pair, own_pair, reads_as_cut
 from .base import Candidate
 
 
@@ -50,8 +50,10 @@ def log_probs_of_answers(
             if weights[row, index] == 0:
                 continue
             prompt = prompts.prompt_of_row[row]
+            context, before = prompts.contexts[index][prompt], prompts.texts[prompt]
+            is_own_cut = reads_as_cut(member, context, before)
             for number, answer in enumerate(of_row):
-                pair = own_pair(member, prompts.contexts[index][prompt], prompts.texts[prompt], answer.data)
+                pair = own_pair(member, context, before, answer.data, is_own_cut)
                 places.append((place, number))
                 items.append(
                     (replace(pair, end_ids=control_eos if answer.has_eos else None), f"answer {number} to row {row}")
@@ -65,4 +67,5 @@ def log_probs_of_answers(
 def _log_probs_of(member: Member, items: Sequence[tuple[Pair, str]]) -> list[float]:
     """One member's log-probabilities of some answers, each given with what errors call it."""
     pairs, names = zip(*items, strict=True)
-    return [one.log_prob for one in score_by_member([member], {0: pairs}, names)[0]]
+    remedy = "Ask for fewer `max_new_tokens`, shorten the prompt, or choose in another way"
+    return [one.log_prob for one in score_by_member([member], {0: pairs}, names, remedy=remedy)[0]]

@@ -152,7 +152,7 @@ class ModelSource:
             model, info = model_class.from_pretrained(self.path, **options)
             if self.device is not None:
                 model = model.to(self.device)
-        except (OSError, ValueError, ImportError, AttributeError, RuntimeError) as error:
+        except (OSError, ValueError, ImportError, AttributeError, RuntimeError, AssertionError) as error:
             raise ConfigurationError(f"{self.name} cannot be loaded: {error}") from error
         problems = [("lacks", info["missing_keys"])]
         if refuses_unexpected:

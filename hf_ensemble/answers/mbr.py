@@ -76,7 +76,7 @@ class MbrConfig(AnswersConfig):
     @property
     def least_members(self) -> int:
         """Number of members from which on it can be better than each of them: of two answers chrF prefers the longer."""
-        return 3 if self.num_candidates == 1 and not self.methods else 1
+        return 3 if self.has_one_each else 1
 
     def _utilities(self, question: Question) -> list[list[float]]:
         """By candidate, its utility against every candidate."""

@@ -22,7 +22,7 @@ class AnswerWriter:
         number: Which of the writer's answers it is, from 0 on.
         num_tokens: Number of the new ids, the one that ended it included: the member's own, or the primary's if a method
             wrote them.
-        ended: `"eos"` if a control token ended it, `"text"` if a stop string, another criterion or an end id that writes
+        ended_by: `"eos"` if a control token ended it, `"text"` if a stop string, another criterion or an end id that writes
             text did; None if it has not ended.
         log_prob: Natural logarithm of the probability that the member gave the ids; None where nobody has computed it.
         seconds: Its share of the seconds that the writer took.
@@ -32,7 +32,7 @@ class AnswerWriter:
     member: int | None
     number: int
     num_tokens: int
-    ended: Literal["eos", "text"] | None
+    ended_by: Literal["eos", "text"] | None
     log_prob: float | None
     seconds: float
 
@@ -155,7 +155,7 @@ def _values_of(answer: Answer, criteria: Sequence[str]) -> tuple[Any, ...]:
 
 def _values_of_writer(writer: AnswerWriter) -> tuple[Any, ...]:
     who = writer.name, writer.member, writer.number
-    return *who, writer.num_tokens, writer.ended, writer.log_prob, writer.seconds
+    return *who, writer.num_tokens, writer.ended_by, writer.log_prob, writer.seconds
 
 
 def record_of(
@@ -212,7 +212,7 @@ def _writer_of(written: Written) -> AnswerWriter:
         member=written.writer,
         number=written.number,
         num_tokens=len(written.ids),
-        ended=written.end,
+        ended_by=written.end,
         log_prob=written.log_prob,
         seconds=written.seconds,
     )

@@ -45,7 +45,8 @@ class RerankConfig(AnswersConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         score = self.score
-        is_right = score == "likelihood" or isinstance(score, (RewardModel, PairRanker)) or callable(score)
+        is_judge = isinstance(score, (RewardModel, PairRanker))
+        is_right = score == "likelihood" or is_judge or (callable(score) and not isinstance(score, type))
         check_option("score", score, is_right, "'likelihood', a `RewardModel`, a `PairRanker` or a function")
 
     def read_saved(self, option: str, value: dict[str, Any]) -> Any:
@@ -61,6 +62,11 @@ class RerankConfig(AnswersConfig):
     def models(self) -> tuple[str, ...]:
         """Hub ids and paths of models that are loaded beside the members."""
         return (self.score.path,) if isinstance(self.score, (RewardModel, PairRanker)) else ()
+
+    def load(self, panel: Panel) -> None:
+        """Load the judge; see `AnswersConfig.load`."""
+        if isinstance(self.score, (RewardModel, PairRanker)):
+            panel.loaded(self.score, self.score.load)
 
     def choose(self, questions: Sequence[Question], panel: Panel) -> list[Choice]:
         """Choose by score; see `AnswersConfig.choose`."""

@@ -63,7 +63,7 @@ class VoteConfig(AnswersConfig):
     @property
     def least_members(self) -> int:
         """Number of members from which on it can be better than each of them: of two answers the primary's wins."""
-        return 3 if self.num_candidates == 1 and not self.methods else 1
+        return 3 if self.has_one_each else 1
 
     def choose(self, questions: Sequence[Question], panel: Panel) -> list[Choice]:
         """Choose by the weight of answers; see `AnswersConfig.choose`."""

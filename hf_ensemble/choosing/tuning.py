@@ -15,7 +15,13 @@ from ..config import MethodConfig, method_config, normalize_weights
 from ..dev_set import DevSet, Metric, answer_all, are_texts
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
-from ..state_file import StateFile, describe_generation_config, describe_member
+from ..state_file import (
+    StateFile,
+    can_be_found_again,
+    describe_generation_config,
+    describe_member,
+    describe_method,
+)
 from ..tables import aligned
 
 
@@ -118,6 +124,8 @@ def tune_method(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **generate_options}
     state, finished = None, {}
     if state_file is not None:
+        for point_method, _ in points:
+            point_method.check_saveable(is_for_hub=False)
         settings = {
             # Raised when responses of finished points can change.
             "format": 1,
@@ -132,8 +140,9 @@ def tune_method(
     table = []
     with logging.tqdm(total=len(points) * len(prompts), desc="tuning", unit="prompt") as bar:
         for point_method, point_weights in points:
-            name = json.dumps([point_method.to_dict(), point_weights])
-            if name in finished:
+            name = json.dumps([describe_method(point_method), point_weights])
+            # Functions of two points may have the same name.
+            if name in finished and can_be_found_again(point_method):
                 responses, seconds = finished[name]
                 bar.update(len(responses))
             else:

@@ -129,14 +129,21 @@ def _read_value(argument: str, text: str, hint: Any) -> Any:
     for kind in kinds:
         if getattr(kind, "kind", None) == kind_of:
             return kind(path)
-    said = {NoneType: ["none"], bool: ["true", "false"], int: ["an integer"], float: ["a number"]}
+    said: dict[Any, list[str]] = {
+        NoneType: ["none"],
+        bool: ["true", "false"],
+        int: ["an integer"],
+        float: ["a number"],
+    }
+    said |= {kind: [f"{kind.kind}:PATH"] for kind in kinds if hasattr(kind, "kind")}
+    said |= {kind: list(get_args(kind)) for kind in kinds if get_origin(kind) is Literal}
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, MethodConfig):
             return method_config(text)
         if kind in (int, float, str):
             with contextlib.suppress(ValueError):
                 return kind(text)
-    choices = [choice for kind in kinds for choice in said.get(kind) or get_args(kind)]
+    choices = [choice for kind in kinds for choice in said.get(kind, ())]
     if text not in choices:
         raise UsageError(f"`{argument}` has to be {' or '.join(choices)}, but is {text!r}.")
     return {"none": None, "true": True, "false": False}.get(text, text)

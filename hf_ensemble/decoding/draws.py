@@ -48,7 +48,8 @@ class Draws:
             if row is not None:
                 bits[place].random_(generator=self._generator(row, probs.device))
         # Torch's own exponential times take four times as long on a CPU.
-        waits = bits.float().add_(0.5).mul_(-(2.0**-31)).log1p_().neg_()
+        # The largest would be rounded to a wait without end.
+        waits = bits.float().clamp_max_(2.0**31 - 128).add_(0.5).mul_(-(2.0**-31)).log1p_().neg_()
         return torch.div(probs, waits, out=waits).argmax(-1)
 
     def _generator(self, row: int, device: torch.device) -> torch.Generator:

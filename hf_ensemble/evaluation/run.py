@@ -12,7 +12,14 @@ from ..config import MethodConfig, check_positive_integer, is_number, method_con
 from ..dev_set import run_batches
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
-from ..state_file import StateFile, describe_generation_config, describe_member, hash_of
+from ..state_file import (
+    StateFile,
+    can_be_found_again,
+    describe_generation_config,
+    describe_member,
+    describe_method,
+    hash_of,
+)
 from .marking import Outcomes
 from .measures import DEFAULT_MEASURES, read_measures, works_for
 from .order import Examples, in_turns, one_by_one
@@ -129,12 +136,12 @@ class _Job:
         method, work = self.runner.method, self.examples.work
         if work == "score" and method.likelihoods_ignore_options:
             method = type(method)()
-        who: dict[str, Any] = {"method": method.to_dict(), "weights": self.runner.weights}
+        who: dict[str, Any] = {"method": describe_method(method), "weights": self.runner.weights}
         if method.takes_seed:
             who |= {"seed": _SEED}
         if self.runner.member is not None:
             who = {"member": self.runner.member}
-        elif not _can_be_kept(method):
+        elif not can_be_found_again(method):
             # Functions of two configurations may have the same name.
             who["name"] = self.runner.name
         return {"work": work, **who, **self._limits}
@@ -251,15 +258,6 @@ def evaluate(
             bar.update(before - num_left)
     unmeasured = [s.name for s in sets if not works_for(s, wanted)]
     return Evaluation.from_outcomes([job.result() for job in jobs], measures, unmeasured)
-
-
-def _can_be_kept(method: MethodConfig) -> bool:
-    """Whether a method's options say all that they are, so that what is kept of one is found again by them."""
-    try:
-        method.check_saveable(is_for_hub=False)
-    except ConfigurationError:
-        return False
-    return True
 
 
 class _Kept:

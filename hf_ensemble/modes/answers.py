@@ -14,7 +14,6 @@ from ..answers.candidates import PrimaryIds, merged
 from ..answers.likelihood import log_probs_of_answers
 from ..answers.record import Answers, record_of
 from ..chat.memory import recall
-from ..config import is_integer
 from ..decoding.call import end_ids
 from ..decoding.prompts import Prompts, read_prompts
 from ..decoding.refusals import Obstacle, refuse
@@ -91,7 +90,7 @@ class AnswersMode(Mode):
                     for name in others
                 ),
                 Obstacle(
-                    seed is not None and not (is_integer(seed) and 0 <= seed < 2**63),
+                    seed is not None and not (_is_index(seed) and 0 <= seed < 2**63),
                     f"`seed={seed!r}`",
                     "a seed is an integer from 0 to 2**63 - 1",
                 ),
@@ -129,6 +128,7 @@ class AnswersMode(Mode):
             raise ConfigurationError(
                 "`streamer` takes one row: leave it out, or give one prompt and ask for one answer."
             )
+        self._config.load(self._panel(asked.max_new_tokens))
         ids_of = PrimaryIds(primary, end_ids(settings))
         questions = self._questions(asked, writing.run(), ids_of)
         choices = self._choose(asked, questions)
@@ -187,18 +187,23 @@ class AnswersMode(Mode):
             ends = end_ids(asked.settings)
             return log_probs_of_answers(self.call.members, asked.prompts, asked.weights, rows, candidates, ends)
 
-        options = {"max_new_tokens": asked.max_new_tokens, "stop_strings": asked.settings.stop_strings}
-        panel = Panel(log_probs, options, self.call.kept.judges)
-        return self._config.choose(questions, panel)
+        choices = self._config.choose(questions, self._panel(asked.max_new_tokens, log_probs))
+        _check_choices(self._config.name, questions, choices)
+        return choices
+
+    def _panel(self, max_new_tokens: int, log_probs: Any = None) -> Panel:
+        return Panel(log_probs, {"max_new_tokens": max_new_tokens}, self.call.kept.judges)
 
     def _max_new_tokens(self, ensemble: Any, prompt_length: int, options: dict[str, Any]) -> int:
         settings = self.call.settings
         if settings.max_new_tokens is not None:
             return int(settings.max_new_tokens)
-        given = (options.get("generation_config"), ensemble.generation_config)
-        is_given = options.get("max_length") is not None or any(
-            getattr(config, "max_length", None) is not None for config in given
-        )
+        said = [options.get("max_length"), self._config.generate_options.get("max_length")]
+        said += [
+            getattr(config, "max_length", None)
+            for config in (options.get("generation_config"), ensemble.generation_config)
+        ]
+        is_given = any(length is not None for length in said)
         if not is_given:
             return _DEFAULT_LENGTH
         left = int(settings.max_length) - prompt_length
@@ -212,7 +217,7 @@ class AnswersMode(Mode):
         call = self.call
         if not call.settings.do_sample:
             return None
-        return int(torch.randint(2**63 - 1, ())) if call.seed is None else call.seed
+        return int(torch.randint(2**63 - 1, ()) if call.seed is None else call.seed)
 
     def _sequences(self, inputs: Tensor, rows: Sequence[list[int]], num_returned: int) -> Tensor:
         """Prompts and answers, of shape `(num_rows * num_returned, length)`, padded on the right."""
@@ -244,6 +249,27 @@ class AnswersMode(Mode):
                 'span-level `method`, or with `RerankConfig(score="likelihood")`.'
             )
         return score_by_spans(self.call.members, batch)
+
+
+def _is_index(value: Any) -> bool:
+    """Whether a value is an integer of any library; a bool is none."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _check_choices(name: str, questions: Sequence[Question], choices: Sequence[Choice]) -> None:
+    """Refuse what a way of choosing cannot mean.
+
+    Raises:
+        ConfigurationError: If it does not rank each candidate of each question once.
+    """
+    found = [sorted(choice.ranking) for choice in choices]
+    expected = [list(range(len(question.candidates))) for question in questions]
+    if found != expected:
+        n = next((n for n, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), len(found))
+        raise ConfigurationError(
+            f"method {name!r} has to rank every candidate of every row once, but row {n} has "
+            f"{len(expected[n]) if n < len(expected) else 'no'} candidates and the ranking {found[n] if n < len(found) else None}."
+        )
 
 
 def _places(question: Question, choice: Choice, count: int) -> list[int]:

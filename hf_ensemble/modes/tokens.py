@@ -19,6 +19,10 @@ from ..scoring.token_batch import TokenBatch
 from .base import Mode
 from .stock_loop import WAITS, FollowingCriteriaList, Hook
 
+_MIXTURE = (
+    '`strategy="mixture_sampling"` draws one member for each token, which gives texts of the mixture\'s law only'
+)
+
 
 class TokenMode(Mode):
     """A token-level method decides every token."""
@@ -35,13 +39,16 @@ class TokenMode(Mode):
             Obstacle(beams not in (None, 1), f"`num_beams={beams}`", why),
         ]
         refuse(asked if config.greedy_only else (), f"these options of method {config.name!r}")
+        if config.draws_one and (not settings.do_sample or beams not in (None, 1)):
+            found = "greedy decoding" if beams in (None, 1) else "beam search"
+            raise ConfigurationError(f"{_MIXTURE} if texts are sampled, but this is {found}. Pass `do_sample=True`.")
 
     def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Put the fusion first, and the decision over the union vocabulary last."""
         call, settings = self.call, self.call.settings
         do_sample = settings.do_sample
         if call.config.draws_one:
-            _refuse_all_but_plain_sampling(settings, stock)
+            _refuse_processors(stock)
         is_beam_search = settings.num_beams > 1
         constraints, warpers = split_at_warpers(stock)
         method = call.method()
@@ -107,16 +114,10 @@ class TokenMode(Mode):
         return not (call.needs_stock_passes or (needs_it and not call.members[0].is_captured))
 
 
-def _refuse_all_but_plain_sampling(settings: Any, stock: Sequence[LogitsProcessor]) -> None:
-    rule = "draws one member for each token, which gives texts of the mixture's law only"
-    if not settings.do_sample or settings.num_beams > 1:
-        found = "beam search" if settings.num_beams > 1 else "greedy decoding"
-        raise ConfigurationError(
-            f'`strategy="mixture_sampling"` {rule} if texts are sampled, but this is {found}. Pass `do_sample=True`.'
-        )
+def _refuse_processors(stock: Sequence[LogitsProcessor]) -> None:
     if stock:
         name = type(stock[0]).__name__
         raise ConfigurationError(
-            f'`strategy="mixture_sampling"` {rule} without processors, but there is a {name}. Pass `top_k=0`, '
-            "`top_p=1.0` and `temperature=1.0`, and no others."
+            f"{_MIXTURE} without processors, but there is a {name}. Pass `top_k=0`, `top_p=1.0` and `temperature=1.0`, and "
+            "no others."
         )

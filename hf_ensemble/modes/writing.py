@@ -77,6 +77,7 @@ class Writing:
         self._config = config
         self._num_rows = len(asked.inputs)
         self._names = names_of(call.members)
+        self._stop_at: float | None = None
         self._rows_of = {
             index: (asked.weights[:, index] != 0).nonzero()[:, 0].tolist()
             for index in sorted(call.weights.participants)
@@ -123,6 +124,9 @@ class Writing:
         Raises:
             MemberError: If a member fails.
         """
+        if self._asked.settings.max_time is not None:
+            # Of all who write together.
+            self._stop_at = time.monotonic() + self._asked.settings.max_time
         by_device: dict[torch.device, list[int]] = {}
         for index in self._rows_of:
             by_device.setdefault(self._call.members[index].device, []).append(index)
@@ -136,12 +140,13 @@ class Writing:
                     bar.update(len(self._rows_of[index]) * self._config.num_candidates)
                 return written
 
-            for row, written in _side_by_side(write_all, list(by_device.values())):
-                found[row].append(written)
+            # First who may still find that options do not suit them.
             for number, method in enumerate(self._config.methods):
                 for row, written in self._by_method(number, method):
                     found[row].append(written)
                 bar.update(self._num_rows)
+            for row, written in _side_by_side(write_all, list(by_device.values())):
+                found[row].append(written)
         return found
 
     # Members
@@ -191,6 +196,8 @@ class Writing:
         own.min_length = None
         own.num_return_sequences = 1
         own.return_dict_in_generate = False
+        if self._stop_at is not None:
+            own.max_time = max(1e-3, self._stop_at - time.monotonic())
         return own
 
     # Methods

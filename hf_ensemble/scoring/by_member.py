@@ -12,6 +12,8 @@ from ..decoding.teacher_forcing import ForcedMember, ForcedText, OwnLogProbs, ad
 from ..members.member import Member
 from .pairs import Pair
 
+_REMEDY = "Shorten the prompt, or score the text in parts"
+
 
 @dataclass(frozen=True)
 class OwnScore:
@@ -45,6 +47,7 @@ def score_by_member(
     pairs: Mapping[int, Sequence[Pair]],
     names: Sequence[str] | None = None,
     over_all_ids: bool = False,
+    remedy: str = _REMEDY,
 ) -> dict[int, list[OwnScore]]:
     """Let members score texts, each by itself and in its own ids. All rows of a member run together.
 
@@ -55,6 +58,7 @@ def score_by_member(
         names: What errors call each row's text, such as "continuation 3"; None where it is the rest of the prompt.
         over_all_ids: Whether ids without a token have a share in the distributions, as they do when a member decodes by
             itself.
+        remedy: What to do where a text is too long.
 
     Returns:
         By number of member, what it gives every row's text.
@@ -67,7 +71,7 @@ def score_by_member(
         index: dict(enumerate(ForcedText.of_ids(pair.prompt, pair.targets) for pair in rows))
         for index, rows in pairs.items()
     }
-    check_positions(members, texts, names)
+    check_positions(members, texts, names, remedy)
     scores = {}
     for index, rows in pairs.items():
         member = members[index]
@@ -98,16 +102,22 @@ def _with_ends(
     log_probs: Tensor, of_targets: Tensor, steps: Sequence[tuple[int, int]], rows: Sequence[Pair]
 ) -> Tensor:
     """Let any of a row's end ids count where a text ends, each `(num_steps,)`."""
-    ends = [n for n, (row, step) in enumerate(steps) if step == len(rows[row].continuation)]
-    if not ends:
-        return of_targets
-    at = torch.tensor(ends, device=log_probs.device)
-    end_ids = torch.tensor(rows[steps[ends[0]][0]].end_ids, device=log_probs.device)
-    return of_targets.index_copy(0, at, log_probs[at][:, end_ids].logsumexp(-1))
+    ending: dict[tuple[int, ...], list[int]] = {}
+    for n, (row, step) in enumerate(steps):
+        if step == len(rows[row].continuation):
+            ending.setdefault(rows[row].end_ids or (), []).append(n)
+    for end_ids, places in ending.items():
+        at = torch.tensor(places, device=log_probs.device)
+        columns = torch.tensor(end_ids, device=log_probs.device)
+        of_targets = of_targets.index_copy(0, at, log_probs[at][:, columns].logsumexp(-1))
+    return of_targets
 
 
 def check_positions(
-    members: Sequence[Member], texts: Mapping[int, Mapping[int, ForcedText]], names: Sequence[str] | None = None
+    members: Sequence[Member],
+    texts: Mapping[int, Mapping[int, ForcedText]],
+    names: Sequence[str] | None = None,
+    remedy: str = _REMEDY,
 ) -> None:
     """Refuse texts that are longer than a member has positions for.
 
@@ -115,6 +125,7 @@ def check_positions(
         members: The members.
         texts: By number of member, what it reads in which row.
         names: What errors call each row's text: see `score_by_member`.
+        remedy: What to do.
 
     Raises:
         ConfigurationError: If one is too long.
@@ -124,5 +135,4 @@ def check_positions(
         for row, text in rows.items():
             if limit is not None and text.longest > limit:
                 what = "the prompt takes" if names is None else f"prompt and {names[row]} take"
-                remedy = "Shorten the prompt, or score the text in parts"
                 raise messages.too_long(members[index].name, limit, what, text.longest, remedy)

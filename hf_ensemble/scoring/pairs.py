@@ -130,7 +130,21 @@ def num_bytes_after(member: Member, before: Sequence[int], ids: Sequence[int]) -
     return len(write([*before, *ids])) - len(write(before))
 
 
-def own_pair(member: Member, prompt: MemberContext, before: bytes, text: bytes) -> Pair:
+def reads_as_cut(member: Member, prompt: MemberContext, before: bytes) -> bool:
+    """Whether a member reads a prompt as it cuts what the prompt writes; not so where it has a rendering of its own.
+
+    Args:
+        member: The member.
+        prompt: What it reads of the prompt: `Prompts.contexts`.
+        before: What the prompt writes.
+    """
+    alone = MemberContext(member.encoder, "retokenize", before)
+    return alone.ids == list(prompt.ids) and not alone.sits_out
+
+
+def own_pair(
+    member: Member, prompt: MemberContext, before: bytes, text: bytes, is_own_cut: bool | None = None
+) -> Pair:
     """Cut a text as a member cuts it after its prompt.
 
     That is its encoding of prompt and text together where this begins with the prompt's ids; else the text is encoded by
@@ -141,13 +155,15 @@ def own_pair(member: Member, prompt: MemberContext, before: bytes, text: bytes) 
         prompt: What it reads of the prompt: `Prompts.contexts`. Left as it is.
         before: What the prompt writes.
         text: What the text writes.
+        is_own_cut: What `reads_as_cut` says of the prompt, where that is known.
     """
-    alone, joint = (MemberContext(member.encoder, "retokenize", data) for data in (before, before + text))
     start = list(prompt.ids)
-    # What an empty prompt starts from may be more than what a text begins with: an EOS.
-    shared = start if before or not text else member.encoder.prefix_ids
-    if alone.ids == start and joint.ids[: len(shared)] == shared and not (alone.sits_out or joint.sits_out):
-        return Pair(start, joint.ids[len(shared) :], len(text))
+    if reads_as_cut(member, prompt, before) if is_own_cut is None else is_own_cut:
+        joint = MemberContext(member.encoder, "retokenize", before + text)
+        # What an empty prompt starts from may be more than what a text begins with: an EOS.
+        shared = start if before or not text else member.encoder.prefix_ids
+        if joint.ids[: len(shared)] == shared and not joint.sits_out:
+            return Pair(start, joint.ids[len(shared) :], len(text))
     grown = prompt.copy()
     grown.write(text)
     return Pair(start, grown.ids[len(start) :], len(text))

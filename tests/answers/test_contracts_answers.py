@@ -264,7 +264,7 @@ def test_a_member_without_positions_left_has_not_ended():
     with pytest.warns(UserWarning, match="member-1"):
         output = run(ensemble, [PROMPTS[1]], method="vote", max_new_tokens=30, return_dict_in_generate=True)
     [writer] = [one for answer in output.answers[0] for one in answer.writers if one.member == 1]
-    assert writer.ended is None
+    assert writer.ended_by is None
     assert writer.num_tokens < 12
 
 

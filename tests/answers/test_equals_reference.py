@@ -261,7 +261,7 @@ def assert_same_candidates(record, candidates, name, choice, config, members):
         if isinstance(config, VoteConfig):
             assert answer.answer == reference_answers.answer_in(candidate.text, config.extract)
         for writer, own in zip(answer.writers, candidate.writers, strict=True):
-            assert (writer.member, writer.number, writer.ended) == (own.writer, own.number, own.end)
+            assert (writer.member, writer.number, writer.ended_by) == (own.writer, own.number, own.end)
             assert (writer.name, writer.num_tokens) == (members[own.writer], len(own.ids))
             log_prob = own.log_prob if own.log_prob is None else pytest.approx(own.log_prob, rel=1e-3, abs=1e-3)
             assert writer.log_prob == log_prob

@@ -303,7 +303,8 @@ def test_options_of_a_fuser():
     for model in ("", None, 3):
         with pytest.raises(ConfigurationError, match="`model`.*Hub id"):
             FuseConfig(model)
-    for ranker in ("vote", None, FuseConfig("a/b")):
+    assert FuseConfig("a/b", ranker="vote").ranker == VoteConfig()
+    for ranker in (3, None, FuseConfig("a/b")):
         with pytest.raises(ConfigurationError, match="`ranker`.*`RerankConfig`, `VoteConfig` or `MbrConfig`"):
             FuseConfig("a/b", ranker=ranker)
     for ranker in (VoteConfig(num_candidates=2), MbrConfig(methods=("gac",)), VoteConfig(generate_options={"a": 1})):

@@ -40,7 +40,7 @@ def sampled(ensemble, prompts=PROMPTS, config=None, **options):
 def written(output, row=0):
     """Who wrote what, with how many ids: by writer and number."""
     return {
-        (writer.name, writer.number): (answer.data, writer.num_tokens, writer.ended)
+        (writer.name, writer.number): (answer.data, writer.num_tokens, writer.ended_by)
         for answer in output.answers[row]
         for writer in answer.writers
     }
