@@ -45,7 +45,7 @@ def test_an_answer_that_one_member_cannot_read_names_it_and_what_to_do():
     models = [tiny.tiny_gpt2(tokenizers[0], n_positions=24), tiny.tiny_gemma3(tokenizers[1])]
     ensemble = make_ensemble(models, tokenizers)
     with pytest.raises(
-        ConfigurationError, match="'member-0' has positions for 24 ids.*answer 1 to row 0.*max_new_tok"
+        ConfigurationError, match=r"'member-0' has positions for 24 ids.*answer \d to row 0.*max_new_tok"
     ):
         call("The capital of France is the", "rerank", ensemble, max_new_tokens=30, min_new_tokens=28)
 
