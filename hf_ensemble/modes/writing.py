@@ -5,6 +5,7 @@ import copy
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -230,10 +231,13 @@ class Writing:
         seed, prompts = self._asked.seed, self._asked.prompts
         if seed is None:
             return Draws()
-        texts = [prompts.texts[prompt] for prompt in prompts.prompt_of_row]
-        return Draws(
-            [seed_of(seed, name, index, texts[row], texts[:row].count(texts[row]), number) for row, number in items]
-        )
+        parts = []
+        num_earlier: Counter[bytes] = Counter()
+        for prompt in prompts.prompt_of_row:
+            text = prompts.texts[prompt]
+            parts.append((text, num_earlier[text]))
+            num_earlier[text] += 1
+        return Draws([seed_of(seed, name, index, *parts[row], number) for row, number in items])
 
     # Running one of them
 
