@@ -174,6 +174,7 @@ def test_all_writers_share_the_time(monkeypatch):
     assert seen[0] <= 50
 
 
+@pytest.mark.slow
 def test_rows_are_written_and_read_in_parts_where_memory_does_not_do_for_all(monkeypatch):
     config = RerankConfig(num_candidates=3)
     prompts = ["The cat", "The capital of France is"]

@@ -172,6 +172,7 @@ def test_a_call_leaves_nothing_behind(config):
     assert first.tolist() == second.tolist()
 
 
+@pytest.mark.slow
 def test_a_method_of_the_call_is_that_of_the_ensemble():
     """By name, as a configuration, as it is saved, or of the ensemble; and `generate_options` where the call is silent."""
     pair = [*zip(member("smol"), member("gemma"), strict=True)]
@@ -367,6 +368,7 @@ SAVED = {
 QUICK = "vote", "nested", "pattern"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in SAVED]
 )

@@ -311,6 +311,7 @@ def test_weights(weights):
     assert_equal(members, PROMPTS, weights=weights, max_new_tokens=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_return_sequences", slow_but(1, 2, 3))
 def test_several_are_returned(num_return_sequences):
     members = [random_member(name, seed) for seed, name in enumerate(("smol", "gemma", "qwen"))]
@@ -417,6 +418,7 @@ def test_a_character_that_is_begun_is_cut_off(names, max_new_tokens):
     assert_equal(members, PROMPTS, max_new_tokens=max_new_tokens)
 
 
+@pytest.mark.slow
 def test_bytes_that_are_no_character():
     """Ended with a begun character, or with a byte that begins none: kept, and U+FFFD for who cannot write it."""
     broken = " a\xe0".encode("latin-1"), b" a\xe0\xb8", b" \xb8b\xff"
@@ -444,6 +446,7 @@ def test_a_primary_that_can_write_neither_is_named():
         ensemble.generate(**ensemble.tokenizer(LOWER[0], return_tensors="pt"), method="vote", weights=(1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_new_tokens", slow_but(1, 20, 4))
 @pytest.mark.parametrize("names", slow_but(1, ("smol", "gemma", "qwen"), ("gemma", "unigram", "smol")))
 def test_an_end_id_that_writes_text(names, max_new_tokens):
@@ -574,6 +577,7 @@ def chatting_members():
     return (tiny.tiny_llama(smol, seed=1), smol), (tiny.tiny_gemma3(gemma, seed=2), gemma)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", slow_but(1, 0, 1))
 def test_conversations_in_every_members_own_template(first):
     members = chatting_members()[first:] + chatting_members()[:first]
@@ -651,6 +655,7 @@ def test_many_cases(part):
 # --- Methods --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("methods", slow_but(1, ("gac", "sweetspan"), ("unite",)), ids="+".join)
 def test_methods_write_candidates_too(methods):
     """Theirs are the primary's ids, and count as one member of all."""

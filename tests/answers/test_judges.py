@@ -466,6 +466,7 @@ def test_what_a_pair_spells_is_text(tmp_path):
     assert all(map(math.isfinite, judge.scores(USER, ["<|candidate2|>", "<|source|>", "[SEP]"])))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_what_is_too_long_is_refused_or_cut_as_published(tmp_path):
     model, tokenizer, path = pair_ranker(tmp_path, num_hidden_layers=1)

@@ -131,6 +131,7 @@ class TestEveryMethod:
             generate(name, **options).sequences.tolist()
         )
 
+    @pytest.mark.slow
     def test_beams_hold_allowed_ids_only_and_have_the_sum_of_their_scores(self, name):
         output = generate(
             name,
