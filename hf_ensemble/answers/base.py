@@ -357,12 +357,19 @@ def is_tie(a: float, b: float) -> bool:
     return a == b or math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
 
 
-def best_first(scores: Sequence[float]) -> list[int]:
-    """Rank by scores: the highest, then the highest of the rest, and so on; of a tie the earliest."""
+def best_first(scores: Sequence[float], is_preferred: Sequence[bool] | None = None) -> list[int]:
+    """Rank by scores: the highest, then the highest of the rest, and so on.
+
+    Args:
+        scores: A score each.
+        is_preferred: Who goes first among those that tie; then, and by default, it is the earliest.
+    """
+    # Earlier ones stand first, so those that differ from the highest by rounding only must be looked for anew each time.
+    left = sorted(range(len(scores)), key=lambda n: not (is_preferred and is_preferred[n]))
     ranking: list[int] = []
-    left = list(range(len(scores)))
     while left:
-        highest = max(scores[index] for index in left)
-        ranking.append(next(index for index in left if is_tie(scores[index], highest)))
-        left.remove(ranking[-1])
+        highest = max(map(scores.__getitem__, left))
+        chosen = next(n for n in left if is_tie(scores[n], highest))
+        left.remove(chosen)
+        ranking.append(chosen)
     return ranking

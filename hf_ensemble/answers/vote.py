@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from .. import messages
 from ..config import METHODS, check_option
 from ..errors import ConfigurationError
-from .base import AnswersConfig, Candidate, Choice, Panel, Question, is_tie
+from .base import AnswersConfig, Candidate, Choice, Panel, Question, best_first
 from .functions import called, path_of
 
 Extractor = Callable[[str], str | None]
@@ -71,23 +71,15 @@ class VoteConfig(AnswersConfig):
 
     def _choose(self, candidates: Sequence[Candidate]) -> Choice:
         answers = [self._answer_in(candidate.text) for candidate in candidates]
-        groups: dict[str, list[int]] = {}
+        holders: dict[str, list[int]] = {}
         for index, answer in enumerate(answers):
             if answer is not None:
-                groups.setdefault(answer, []).append(index)
-        weights = {
-            answer: math.fsum(weight for index in group for weight in candidates[index].weights)
-            for answer, group in groups.items()
-        }
-        ranking: list[int] = []
-        left = list(groups)
-        while left:
-            highest = max(weights[answer] for answer in left)
-            tied = [answer for answer in left if is_tie(weights[answer], highest)]
-            by_primary = [answer for answer in tied if any(candidates[index].is_primarys for index in groups[answer])]
-            winner = (by_primary or tied)[0]
-            ranking += groups[winner]
-            left.remove(winner)
+                holders.setdefault(answer, []).append(index)
+        groups = list(holders.values())
+        votes = [math.fsum(w for n in group for w in candidates[n].weights) for group in groups]
+        is_primarys = [any(candidates[n].is_primarys for n in group) for group in groups]
+        ranking = [n for place in best_first(votes, is_primarys) for n in groups[place]]
+        votes_for = dict(zip(holders, votes, strict=True))
         silent = [index for index, answer in enumerate(answers) if answer is None]
         if not ranking:
             silent.sort(key=lambda index: not candidates[index].is_primarys)
@@ -95,7 +87,7 @@ class VoteConfig(AnswersConfig):
                 "no candidate holds an answer, so that there is nothing to vote on: the primary's first is returned. See "
                 f"`extract` ({self._described()})."
             )
-        scores = [None if answer is None else weights[answer] for answer in answers]
+        scores = [None if answer is None else votes_for[answer] for answer in answers]
         return Choice([*ranking, *silent], {"votes": scores}, answers)
 
     def _answer_in(self, text: str) -> str | None:
