@@ -46,7 +46,7 @@ def main() -> None:
     if parser.parse_args().models is None:
         print(f"\n{WHAT_IT_SHOWS}")
     print("\nThe models, for the README's model-a and model-b:", *models, sep="\n  ")
-    print(f"The Python that has everything: {sys.executable}")
+    print(f"The Python that has the package: {sys.executable}")
 
 
 def continue_prompts(model, tokenizer, **options) -> list[str]:

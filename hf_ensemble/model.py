@@ -279,6 +279,26 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                     streamer.end()
             raise
 
+    def check_options(
+        self, *, method: str | MethodConfig | None = None, weights: WeightsLike | None = None, **options: Any
+    ) -> None:
+        """Refuse options of `generate` that cannot be used with a method, before anything runs.
+
+        Args:
+            method: As in `generate`.
+            weights: As in `generate`.
+            **options: Generation options.
+
+        Raises:
+            ConfigurationError: As `generate` would; but for what depends on the prompts.
+        """
+        call = self.new_call(method, weights)
+        call.arguments = dict.fromkeys(
+            ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus")
+        )
+        self._prepare(call, None, options)
+        mode_for_generate(call, None)
+
     def _prepare(self, call: Call, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
         """Let a call know its generation options, and what was passed in for the primary beside its prompt."""
         given = {key: value for key, value in kwargs.items() if value is not None}

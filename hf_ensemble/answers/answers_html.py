@@ -49,7 +49,7 @@ def _section(row: Sequence["Answer"], prompt: str, written: str | None, criteria
     has_answers = any(one.answer is not None for one in row)
     columns = ["rank", "returned", "weight", *(["answer"] if has_answers else [])]
     columns += [f"score: {name}" for name in criteria]
-    columns += ["written by", "tokens", "seconds", "ended by", "log-probability"]
+    columns += ["written by", "tokens", "seconds, its share", "ended by", "log-probability"]
     titles = "".join(f'<th scope="col">{escaped(column)}</th>' for column in columns)
     is_numbered = any(writer.number for one in row for writer in one.writers)
     num_places = sum(len(one.places) for one in row)

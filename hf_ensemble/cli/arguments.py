@@ -89,7 +89,11 @@ def read_configuration(text: str) -> Configuration:
     """
     head, at, listed = text.partition("@")
     name, _, pairs = head.partition(":")
-    method = read_method(argparse.Namespace(method=name, option=pairs.split(",") if pairs else []))
+    try:
+        method = read_method(argparse.Namespace(method=name, option=pairs.split(",") if pairs else []))
+    except UsageError as error:
+        hint = " Every comma begins another option." if pairs.count(",") else ""
+        raise UsageError(f"{text!r}: {error}{hint}") from error
     try:
         weights = [float(weight) for weight in listed.split(",")] if at else None
     except ValueError:

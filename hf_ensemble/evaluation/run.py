@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformers.utils import logging
 
 from ..config import MethodConfig, check_positive_integer, is_number, method_config, normalize_weights
-from ..dev_set import run_batches
+from ..dev_set import run_batches, with_greedy
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
 from ..state_file import (
@@ -84,6 +84,16 @@ class _Job:
         self.last: tuple[float, int] | None = None
         self._batches: Iterator[list[str]] = iter(())
         self._batch: list[str] = []
+
+    def check(self) -> None:
+        """Refuse what the method cannot do, before anybody runs.
+
+        Raises:
+            ConfigurationError: If so.
+        """
+        if self.examples.work == "write":
+            options = {"method": self.runner.method, "weights": self.runner.weights, **self._limits}
+            self.runner.model.check_options(**with_greedy(self.runner.model, options))
 
     def prepare(self, batch_size: int, is_drawn: bool) -> None:
         """Put the examples that have not run into batches.
@@ -248,6 +258,7 @@ def evaluate(
             "likelihoods: ask for a measure of what is written, of a set of questions."
         )
     for job in jobs:
+        job.check()
         job.prepare(batch_size, is_drawn=time_limit is not None)
     num_left = total = sum(len(job.examples.items) for job in jobs)
     with logging.tqdm(total=total, desc="evaluating", unit="example") as bar:

@@ -61,38 +61,23 @@ class AnswersMode(Mode):
         """Refuse what needs a distribution, or is meant for one tokenizer only; before anything runs."""
         config, settings, arguments = self._config, self.call.settings, self.call.arguments
         primary = self.call.members[0]
-        several, beams = config.num_candidates > 1, settings.num_beams not in (None, 1)
         no_distribution = "answers are chosen as a whole. See `answers` of the output"
         outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         one_tokenizer = "every member writes in its own ids"
         is_shared = self.call.weights.participants != {0}
-        drawn = f"`num_candidates={config.num_candidates}` are samples"
         is_function = self.call.weights.varies
-        seed = self.call.seed
         others = sorted(self.call.primary_inputs)
         reads = "every member reads the prompt by itself"
         refuse(
             [
                 *(Obstacle(getattr(settings, name, None), f"`{name}`", no_distribution) for name in outputs),
                 Obstacle(self.call.num_decision_entries is not None, "`output_decisions`", no_distribution),
-                Obstacle(several and not settings.do_sample, "`do_sample=False`", f"{drawn}. Pass `do_sample=True`"),
-                Obstacle(
-                    settings.do_sample and beams and not several,
-                    f"`num_beams={settings.num_beams}`",
-                    "sampled beams are drawn by torch's generator for all rows together. Pass `num_beams=1`, or "
-                    "`do_sample=False`",
-                ),
-                Obstacle(several and beams, f"`num_beams={settings.num_beams}`", f"{drawn}. Pass `num_beams=1`"),
+                *self._obstacles_to_samples(),
                 Obstacle(is_function, "`weights` that are a function", "a weight counts for a whole answer"),
                 Obstacle(arguments["synced_gpus"], "`synced_gpus`", "members write on one process"),
                 *(
                     Obstacle(True, f"`{name}`", reads if primary.accepts(name) else "there is no such option")
                     for name in others
-                ),
-                Obstacle(
-                    seed is not None and not (_is_index(seed) and 0 <= seed < 2**63),
-                    f"`seed={seed!r}`",
-                    "a seed is an integer from 0 to 2**63 - 1",
                 ),
             ],
             f"method {config.name!r}",
@@ -116,6 +101,31 @@ class AnswersMode(Mode):
             )
         for method in config.methods:
             mode_of(replace(self.call, config=method, seed=None)).refuse()
+
+    def _obstacles_to_samples(self) -> list[Obstacle]:
+        """What stands against the draws that are asked for."""
+        config, settings, seed = self._config, self.call.settings, self.call.seed
+        several, beams = config.num_candidates > 1, settings.num_beams not in (None, 1)
+        drawn = f"`num_candidates={config.num_candidates}` are samples"
+        return [
+            Obstacle(
+                several and not settings.do_sample,
+                "`do_sample=False`",
+                f"{drawn}. Pass `do_sample=True`, or put it into the method's `generate_options`",
+            ),
+            Obstacle(
+                settings.do_sample and beams and not several,
+                f"`num_beams={settings.num_beams}`",
+                "sampled beams are drawn by torch's generator for all rows together. Pass `num_beams=1`, or "
+                "`do_sample=False`",
+            ),
+            Obstacle(several and beams, f"`num_beams={settings.num_beams}`", f"{drawn}. Pass `num_beams=1`"),
+            Obstacle(
+                seed is not None and not (_is_index(seed) and 0 <= seed < 2**63),
+                f"`seed={seed!r}`",
+                "a seed is an integer from 0 to 2**63 - 1",
+            ),
+        ]
 
     def run(self, ensemble: Any, inputs: Tensor | None, options: dict[str, Any]) -> Any:
         """Write all candidates, choose, and return the primary's ids of what was chosen; see `Mode.run`."""

@@ -117,6 +117,8 @@ def test_evaluating_with_a_method_of_a_built_in_type():
 def test_the_command_line_says_which_scores_there_are():
     with pytest.raises(UsageError, match="`--option score` has to be likelihood or reward:PATH or pairs:PATH, but is"):
         read_configuration("rerank:score=foo")
+    with pytest.raises(UsageError, match="'vote:extract=a.1,2.': .*Every comma begins another option"):
+        read_configuration("vote:extract=a{1,2}")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import torch
 from hf_ensemble import ConfigurationError, MbrConfig, RerankConfig, VoteConfig, tune_method
 from hf_ensemble.evaluation import Configuration, evaluate, read_set
 from tests import tiny
+from tests.answers.test_refusals import running_nobody
 from tests.bug_bank import kit
 from tests.contracts import make_ensemble
 
@@ -90,6 +91,12 @@ def _utilities():
         return lambda candidates, references: [sign * float(len(text)) for text in candidates]
 
     return {"first": by_length(1), "second": by_length(-1)}
+
+
+def test_a_configuration_that_cannot_run_is_found_before_another_runs(ensemble, sets):
+    configurations = {"gac": Configuration("gac"), "vote": Configuration(VoteConfig(num_candidates=2))}
+    with running_nobody(ensemble), pytest.raises(ConfigurationError, match="2` are samples.*`generate_options`"):
+        run(ensemble, sets[0], configurations=configurations, members=True)
 
 
 def test_options_are_tuned(ensemble):
