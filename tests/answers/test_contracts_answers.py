@@ -37,7 +37,10 @@ CONFIGS = {
     "rerank": RerankConfig(),
     "with_methods": VoteConfig(methods=("gac", "sweetspan"), extract=r"[a-z]"),
 }
-each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+each_config = pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, id=name, marks=[pytest.mark.slow] * (name == "with_methods")) for name, c in CONFIGS.items()],
+)
 choosing = pytest.mark.parametrize("config", list(CONFIGS.values())[:4], ids=list(CONFIGS)[:4])
 NUM_NEW = 8
 

@@ -484,6 +484,7 @@ def test_beams_of_members_that_end():
         assert_equal(telling(*ENDINGS[case]), PROMPTS, (VoteConfig(),), max_new_tokens=40, num_beams=2)
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_primary_then_to_the_earliest():
     names = "smol", "gemma", "qwen"
     for answers in itertools.product((" a", " b"), (" a", " c"), (" b", " c")):

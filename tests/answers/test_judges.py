@@ -423,6 +423,7 @@ def test_a_pairwise_ranker_equals_what_was_published(tmp_path, n_tasks, size):
     assert sum(scores) == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_conversation_is_read_as_published(tmp_path):
     model, tokenizer, path = pair_ranker(tmp_path)

@@ -88,6 +88,7 @@ def test_the_same_call_twice_is_the_same():
     assert [written(first, row) for row in range(3)] == [written(second, row) for row in range(3)]
 
 
+@pytest.mark.slow
 def test_the_order_of_other_rows_changes_nothing():
     ensemble = ensemble_of("smol", "gemma")
     expected = [written(sampled(ensemble), row) for row in range(3)]
@@ -245,6 +246,7 @@ def test_a_methods_answer_alone_is_that_in_a_batch(do_sample):
     assert (written(together, 1) == written(together, 3)) == (not do_sample)
 
 
+@pytest.mark.slow
 def test_a_methods_samples_depend_on_its_own_row_only():
     ensemble = ensemble_of("smol", "gemma")
     expected = written(sampled(ensemble, config=VoteConfig(methods=("gac", "unite"))))

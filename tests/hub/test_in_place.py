@@ -78,6 +78,7 @@ def stopping(monkeypatch):
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [EnsembleForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained])
 def test_stopped_at_any_rename_the_old_or_the_new_one_is_whole(load, pair, stopping, tmp_path):
     """J21: In the process that goes on; sometimes the old one, sometimes the new one; then it can be saved again."""
@@ -158,6 +159,7 @@ def test_a_process_that_ends_at_any_rename_leaves_one_of_them_whole(pair, tmp_pa
     assert set(outcomes) == {True, False}
 
 
+@pytest.mark.slow
 def test_a_first_save_that_is_stopped_leaves_nothing_or_all(pair, stopping, tmp_path):
     """J21: Where there was no folder."""
     _, new = pair
