@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from .errors import ConfigurationError
 from .messages import wrong_count
+from .offers import Offer
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class MethodConfig:
     decides: ClassVar[Literal["tokens", "spans", "answers"]] = "tokens"
     likelihoods_ignore_options: ClassVar[bool] = False
     takes_seed: ClassVar[bool] = False
+
+    @property
+    def asks(self) -> frozenset[Offer]:
+        """What every member that takes part has to give."""
+        return frozenset({Offer.ROWS})
 
     @property
     def takes_weights_as_given(self) -> bool:

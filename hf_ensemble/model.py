@@ -19,9 +19,10 @@ from .errors import ConfigurationError
 from .hub.loading import Loading
 from .hub.saving import Saving
 from .member_comparison import CompatibilityReport, compare_members
-from .members.member import Member
+from .members.member import Member, refuse_missing_offers
 from .modes import mode_for_generate, mode_of
 from .modes.stock_loop import StockLoopHooks
+from .offers import Offer
 from .scoring.likelihoods import Likelihoods, score_pairs
 from .scoring.pairs import read_pairs
 
@@ -57,14 +58,16 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                 "an ensemble holds loaded models, so it cannot be made from a configuration alone. Use "
                 "`from_pretrained([...])` or `from_members(...)`."
             )
-        config._attn_implementation = members[0].model.config._attn_implementation
-        super().__init__(config)
-        self.members = nn.ModuleList([member.model for member in members])
-        self._members = list(members)
         primary, item = members[0], config.members[0]
         model: Any = primary.model
-        if getattr(model, "generation_config", None) is not None:
-            self.generation_config = copy.deepcopy(model.generation_config)
+        if model is not None:
+            config._attn_implementation = model.config._attn_implementation
+        super().__init__(config)
+        # A member elsewhere has no weights here.
+        self.members = nn.ModuleList([nn.Module() if member.model is None else member.model for member in members])
+        self._members = list(members)
+        if primary.generation_config is not None:
+            self.generation_config = copy.deepcopy(primary.generation_config)
         # The primary's ends of texts by the same rule as everybody's, added ones included.
         self.generation_config.eos_token_id = list(primary.eos_token_ids) or None
         if hasattr(model, "hf_device_map"):
@@ -131,7 +134,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                 f"({', '.join(map(repr, names))}), but is {member!r}."
             )
         view, item = self._members[index], dataclasses.replace(self.config.members[index])
-        config = EnsembleConfig(members=[item], method="gac", primary_config=copy.deepcopy(view.model.config))
+        config = EnsembleConfig(members=[item], method="gac", primary_config=copy.deepcopy(view.config))
         return type(self)(config, [view])
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
@@ -153,6 +156,16 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
     # Being a model
 
     @property
+    def device(self) -> torch.device:
+        """The device that the primary's ids go to."""
+        return self._members[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the primary."""
+        return self._members[0].dtype
+
+    @property
     def primary_member(self) -> Member:  # type: ignore[override]
         """The primary as this library sees it."""
         return self._members[0]
@@ -161,6 +174,10 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         # What `to`, `half`, `cuda` and their like come down to: checked before anything is moved.
         for member in self._members:
             model: Any = member.model
+            if model is None:
+                raise ConfigurationError(
+                    f"member {member.name!r} is {member.kind} and cannot be moved or cast here. Load it where and as you want it."
+                )
             is_spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
             if is_spread or getattr(model, "is_quantized", False):
                 raise ConfigurationError(
@@ -354,6 +371,10 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             MemberError: If a member fails or gives NaN.
         """
         mode = mode_of(self.new_call(method, weights))
+        call = mode.call
+        asked = Offer.ROWS if call.config.decides == "tokens" else Offer.LIKELIHOODS
+        for index in sorted(call.participants):
+            self._members[index].refuse({asked}, f"`score` with method {call.config.name!r}")
         pairs = read_pairs(self._members[0], prompts, continuations)
         ends = end_ids(self.generation_config)
         return score_pairs(pairs, mode.call.weights, batch_size, lambda batch: mode.score_batch(batch, ends))
@@ -365,7 +386,9 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         config = self.config.method if method is None else method_config(method)
         config.check_members(len(self._members))
         given = self.config.weights if weights is None else weights
-        return Call(self._kept, config, StepWeights(given, len(self._members), config.takes_weights_as_given))
+        step_weights = StepWeights(given, len(self._members), config.takes_weights_as_given)
+        refuse_missing_offers(self._members, config, step_weights.participants)
+        return Call(self._kept, config, step_weights)
 
 
 AutoConfig.register(EnsembleConfig.model_type, EnsembleConfig)

@@ -7,15 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from .config import MethodConfig
 from .errors import ConfigurationError
-from .members.member import Member
 
 _Part = TypeVar("_Part")
-
-_NUM_PROBES = 64
 
 
 class StateFile:
@@ -123,21 +118,6 @@ def describe_method(method: MethodConfig) -> dict[str, Any]:
         if os.path.isdir(path)
     }
     return {**method.to_dict(), "files": files} if files else method.to_dict()
-
-
-def describe_member(member: Member) -> list[Any]:
-    """Say what makes a member another one: architecture, tokenizer, EOS ids, and a few weights of every tensor."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(member.model.named_parameters()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        if weight.device.type != "meta" and weight.numel():
-            flat = weight.detach().reshape(-1)
-            sample = flat[:: max(1, len(flat) // _NUM_PROBES)][:_NUM_PROBES]
-            digest.update(json.dumps(sample.to(torch.float64).tolist()).encode())
-    description = json.loads(member.model.config.to_json_string(use_diff=True))
-    for key in ("transformers_version", "_name_or_path"):
-        description.pop(key, None)
-    return [description, member.encoder.token_bytes.fingerprint, member.eos_token_ids, digest.hexdigest()]
 
 
 def describe_generation_config(model: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from ..config import MethodConfig, check_option, check_positive_integer, is_local, method_config
 from ..errors import ConfigurationError
+from ..offers import Offer
 from .functions import Imported, check_importable, path_of
 
 Turns = list[dict[str, Any]]
@@ -271,6 +272,12 @@ class AnswersConfig(MethodConfig):
     def acts_on_one(self) -> bool:
         """Whether it is more than the primary by itself even where that has all the weight: it may sample, and ranks."""
         return True
+
+    @property
+    def asks(self) -> frozenset[Offer]:
+        """What every writer has to give, and what the methods among them ask for."""
+        own = {Offer.ANSWERS, *({Offer.LIKELIHOODS} if self.gives_likelihoods else ())}
+        return frozenset(own.union(*(method.asks for method in self.methods)))
 
     @property
     def gives_likelihoods(self) -> bool:

@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from ..config import METHODS, check_option, check_positive_integer, method_config
 from ..errors import ConfigurationError
+from ..offers import Offer
 from .base import AnswersConfig, Choice, Panel, Question
 from .fusers import Fuser, check_template
 from .rerank import RerankConfig
@@ -68,6 +69,11 @@ class FuseConfig(AnswersConfig):
         if option == "model":
             return Fuser.from_dict(value)
         return method_config(value) if option == "ranker" else super().read_saved(option, value)
+
+    @property
+    def asks(self) -> frozenset[Offer]:
+        """What the ranker asks for too."""
+        return super().asks | self.ranker.asks
 
     @property
     def returns_one(self) -> bool:

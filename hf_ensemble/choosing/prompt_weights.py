@@ -12,6 +12,7 @@ from ..decoding.prompts import OwnPrompts, prepare_prompt, read_prompts
 from ..errors import ConfigurationError, MemberError
 from ..members.member import Member
 from ..model import EnsembleForCausalLM
+from ..offers import Offer
 from ..scoring.by_member import score_by_member
 from ..scoring.pairs import Pair, num_bytes_after
 
@@ -99,6 +100,8 @@ def packllm_weights(
     if input_ids is None:
         raise ConfigurationError("`input_ids` must be given: the weights depend on the prompt.")
     members = ensemble.member_views
+    for member in members:
+        member.refuse({Offer.PROMPT_LOSS}, "`packllm_weights`")
     ids, mask = prepare_prompt(members[0], input_ids, attention_mask)
     own = OwnPrompts(members, member_prompts, len(ids))
     prompts = read_prompts(members, range(len(members)), "retokenize", ids, mask, own)

@@ -19,7 +19,6 @@ from ..state_file import (
     StateFile,
     can_be_found_again,
     describe_generation_config,
-    describe_member,
     describe_method,
 )
 from ..tables import aligned
@@ -129,7 +128,7 @@ def tune_method(
         settings = {
             # Raised when responses of finished points can change.
             "format": 1,
-            "members": [describe_member(member) for member in ensemble.member_views],
+            "members": [member.description() for member in ensemble.member_views],
             "prompts": prompts,
             "generation config": describe_generation_config(ensemble),
             "options": options,

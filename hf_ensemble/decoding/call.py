@@ -14,6 +14,7 @@ from ..methods.primary_alone import PrimaryAlone
 from ..vocabulary.union import UnionVocabulary
 from .draws import Draws
 from .prompts import OwnPrompts, encode_primary_prompt, prepare_prompt
+from .refusals import Obstacle, refuse
 from .step_weights import StepWeights
 
 _MAX_METHODS = 8
@@ -148,6 +149,28 @@ class Call:
         if self.is_by_primary:
             return PrimaryAlone(self.kept.union, eos_ids_of(self.members, ends), self.members[0].device)
         return self.kept.method(self.config, ends)
+
+
+def refuse_for_primary_elsewhere(call: Call) -> None:
+    """Refuse what only passes of the stock loop through the primary could give, where it is not in this process.
+
+    Raises:
+        ConfigurationError: If something of it is asked for.
+    """
+    settings, primary = call.settings, call.members[0]
+    inside = "nothing here can look inside"
+    caches = "it keeps a cache of its own"
+    cache = settings.cache_implementation
+    refuse(
+        [
+            *(Obstacle(True, f"`{name}`", caches) for name in sorted(call.primary_inputs)),
+            Obstacle(settings.output_attentions, "`output_attentions`", inside),
+            Obstacle(settings.output_hidden_states, "`output_hidden_states`", inside),
+            Obstacle(cache not in (None, "dynamic"), f"`cache_implementation={cache!r}`", caches),
+            Obstacle(settings.prefill_chunk_size is not None, "`prefill_chunk_size`", caches),
+        ],
+        f"the primary {primary.name!r}, which is {primary.kind}",
+    )
 
 
 def take_prompt(call: Call, inputs: Tensor | None, kwargs: dict[str, Any], member_prompts: Any) -> Tensor | None:

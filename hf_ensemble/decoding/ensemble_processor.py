@@ -7,7 +7,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from ..config import MethodConfig, method_config
 from ..errors import ConfigurationError
-from ..members.member import Member
+from ..members.local import LocalMember
 from ..messages import nothing_left, wrong_count
 from .call import Call, Kept
 from .step_weights import StepWeights, WeightsLike
@@ -46,7 +46,7 @@ class EnsembleLogitsProcessor(LogitsProcessor):
     ):
         if len(models) != len(tokenizers):
             raise wrong_count("tokenizers", len(tokenizers), len(models), "model")
-        self._kept = Kept([Member(model, tokenizer) for model, tokenizer in zip(models, tokenizers, strict=True)])
+        self._kept = Kept([LocalMember(model, tokenizer) for model, tokenizer in zip(models, tokenizers, strict=True)])
         self._config = method_config(method)
         if self._config.decides != "tokens":
             what = "spans of several tokens" if self._config.decides == "spans" else "whole answers"

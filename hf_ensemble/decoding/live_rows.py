@@ -6,9 +6,10 @@ from torch import Tensor
 
 from .. import messages
 from ..errors import MemberError
+from ..members.entries import Entries
 from ..members.member import Member
 from ..members.state import MemberState
-from ..vocabulary.context import Resync
+from ..methods.base import TokenMethod
 from .call import Call
 from .prompts import expand_prompts, read_prompts
 from .step import sent
@@ -23,12 +24,13 @@ class LiveRows:
 
     Args:
         call: What the call works with.
-        resync: How assistants follow the text.
+        method: The method, made for its members.
         prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
         prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
         silent_ids: The primary's control tokens of which no warning is given when they are written.
         runs_primary: Whether the primary runs here, where it is needed, instead of in the decoding loop at every step.
         max_new_tokens: Most ids that a row can take, where that is known.
+        needs_whole_rows: Whether somebody reads more than the entries that the method asks for.
 
     Attributes:
         live: Numbers of the rows that still write.
@@ -39,21 +41,23 @@ class LiveRows:
     def __init__(
         self,
         call: Call,
-        resync: Resync,
+        method: TokenMethod,
         prompt_ids: Tensor,
         prompt_mask: Tensor | None,
         silent_ids: Collection[int],
         runs_primary: bool,
         max_new_tokens: int,
+        needs_whole_rows: bool = False,
     ):
         self.members = members = call.members
         self.runs_primary = runs_primary
+        self._method = method
         self.live = list(range(len(prompt_ids)))
         self.num_steps = 0
         self._num_rows = len(prompt_ids)
         self._place_of = {row: row for row in self.live}
         running = call.participants | {0} if runs_primary else call.participants - {0}
-        prompts = read_prompts(members, running, resync, prompt_ids, prompt_mask, call.own_prompts)
+        prompts = read_prompts(members, running, method.resync, prompt_ids, prompt_mask, call.own_prompts)
         self._prompt_of_row: list[int] | None = prompts.prompt_of_row
         self._prompt_lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
         self.states = {
@@ -63,6 +67,14 @@ class LiveRows:
         }
         self._device = prompt_ids.device
         self._said: dict[int, Tensor | None] = {}
+        # Members of which few entries travel.
+        self._sparse = {
+            index
+            for index in self.states
+            if method.num_entries is not None and members[index].sends_entries(needs_whole_rows)
+        }
+        self._best: dict[int, Entries] = {}
+        self._normalizers: dict[int, Tensor | None] = {}
         self._silent_ids = silent_ids
         self._warned_control: set[int] = set()
         self._warned_lossy: set[int] = set()
@@ -78,6 +90,7 @@ class LiveRows:
         """
         self._device = scores.device
         self._said = {} if self.runs_primary else {0: scores}
+        self._best, self._normalizers = {}, {}
 
     def where(self, position: int) -> str:
         """Say where a row is at this step."""
@@ -102,15 +115,62 @@ class LiveRows:
         places_of = {
             index: [place for place, row in enumerate(self.live) if is_needed[index][row]]
             for index in self.states
-            if self._said.get(index) is None
+            if self._said.get(index) is None and index not in self._best
         }
         for index, places in places_of.items():
             if places:
                 # All are started before one is waited for.
-                self.states[index].start(rows=places)
+                self._start(index, places)
         for index, places in places_of.items():
-            self._said[index] = self._logits(index, places) if places else None
-        return [self._said.get(index) for index in range(len(self.members))]
+            if index not in self._sparse:
+                self._said[index] = self._logits(index, places) if places else None
+        if not self._sparse:
+            return [self._said.get(index) for index in range(len(self.members))]
+        for index, places in places_of.items():
+            if places and index in self._sparse:
+                self._take(index, places, self.states[index].entries())
+        return self._with_asked(needed)
+
+    def normalizers(self) -> dict[int, Tensor | None]:
+        """The normalizers of members of which few entries travel."""
+        return self._normalizers
+
+    def _start(self, index: int, places: Sequence[int]) -> None:
+        if index in self._sparse:
+            assert self._method.num_entries is not None
+            self.states[index].start_entries(self._method.num_entries, places)
+        else:
+            self.states[index].start(rows=places)
+
+    def _take(self, index: int, places: Sequence[int], best: Entries) -> None:
+        """Keep what a member says of its best entries in some of the live rows."""
+        rows = [self.live[place] for place in places]
+        self._best[index] = Entries(*(_at_rows(part, rows, self._num_rows, -1) for part in (best.ids, best.logits)))
+        known = best.normalizers
+        self._normalizers[index] = None if known is None else _at_rows(known, rows, self._num_rows, 0)
+
+    def _with_asked(self, needed: Tensor) -> list[Tensor | None]:
+        """All rows, where members of which few entries travel have been asked for what others propose too."""
+        found = [self._said.get(index) for index in range(len(self.members))]
+        for index, best in self._best.items():
+            found[index] = best.spread(self.members[index].vocab_size).to(self._device)
+        if not self._best:
+            return found
+        asked = self._method.asked(found, needed)
+        waiting: dict[int, list[int]] = {}
+        for index, best in self._best.items():
+            rows = [row for row in self.live if needed[row, index]]
+            known = best.ids.tolist()
+            missing = [sorted(set(asked[index][row]).difference(known[row])) for row in rows]
+            if any(missing):
+                self.states[index].start_logits_of(missing)
+                waiting[index] = rows
+        for index, rows in waiting.items():
+            more = self.states[index].logits_of()
+            placed = Entries(*(_at_rows(part, rows, self._num_rows, -1) for part in (more.ids, more.logits)))
+            self._best[index] = self._best[index].beside(placed)
+            found[index] = self._best[index].spread(self.members[index].vocab_size).to(self._device)
+        return found
 
     def _logits(self, index: int, places: Sequence[int]) -> Tensor:
         """A member's logits in these of the live rows, of shape `(batch_size, vocab_size)`."""
@@ -214,3 +274,10 @@ class LiveRows:
                     of_primary = self._prompt_lengths[row] + self.num_steps
                     if (len(self.states[index].contexts[place].ids) if index else of_primary) > limit:
                         yield row, member, limit
+
+
+def _at_rows(values: Tensor, rows: Sequence[int], num_rows: int, filler: float) -> Tensor:
+    """Values of some rows at their places among all, of shape `(num_rows, ...)`."""
+    placed = values.new_full((num_rows, *values.shape[1:]), filler)
+    placed[list(rows)] = values
+    return placed

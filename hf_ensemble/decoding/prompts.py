@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import messages
 from ..chat.memory import recall
 from ..errors import ConfigurationError
-from ..members.member import Member
+from ..members.member import Member, RowPrompt
 from ..members.state import MemberState, padded_left
 from ..vocabulary.context import MemberContext, Resync
 
@@ -209,15 +209,10 @@ def read_prompts(
         if index in participants:
             contexts[index] = []
             for (row, own_text), conversation, text in zip(number_of, conversations, texts, strict=True):
-                given = own_text[index]
                 if index == 0:
                     contexts[index].append(MemberContext.of_ids(member.encoder, row))
-                elif given is None and conversation is not None:
-                    rendered = member.renderer.ids(conversation)
-                    contexts[index].append(MemberContext.of_ids(member.encoder, rendered, resync))
                 else:
-                    data = text if given is None else given.encode("utf-8", "replace")
-                    contexts[index].append(MemberContext(member.encoder, resync, data))
+                    contexts[index].append(member.read(RowPrompt(text, own_text[index], conversation), resync))
             if not all(context.ids for context in contexts[index]):
                 raise ConfigurationError(
                     f"member {member.name!r} has nothing to start from: a prompt is empty, and its tokenizer has "

@@ -36,6 +36,9 @@ class Reader(Protocol):
             needed nowhere. Where it is not needed they have no meaning.
         """
 
+    def normalizers(self) -> Mapping[int, Tensor | None]:
+        """Of members whose rows hold few entries: logsumexp of all their logits, of shape `(num_positions,)`, or None."""
+
     def where(self, position: int) -> str:
         """Where a position is, for errors: "in row 0 at step 1"."""
 
@@ -162,6 +165,8 @@ class FusedStep:
             logits[0] = torch.zeros(len(plan), self._width, device=self.method.device)
         mixed = self._mix(logits, there)
         normalizers = mixed.normalizers
+        if known := reader.normalizers():
+            normalizers = with_known(normalizers, known, there)
         if is_partial:
             takes_part = there != 0
             takes_part[:, 0] |= self.method.starts_from_primary
@@ -230,7 +235,7 @@ class FusedStep:
         logits = reader.read(needed)[gate] if positions else None
         if logits is None:
             return set()
-        confidence = self.method.confidence(logits, gate).tolist()
+        confidence = self.method.confidence(logits, gate, reader.normalizers().get(gate)).tolist()
         for position in positions:
             if confidence[position] != confidence[position]:
                 raise self.members[gate].not_finite(reader.where(position))
@@ -266,6 +271,29 @@ def without_member(plan: Tensor, member: int, positions: Sequence[int]) -> Tenso
     # Where nobody else has a weight, the primary goes on until the member can.
     kept[(kept == 0).all(-1), 0] = 1.0
     return kept
+
+
+def with_known(normalizers: Tensor, known: Mapping[int, Tensor | None], weights: Tensor) -> Tensor:
+    """Put in the normalizers of members whose rows held few entries.
+
+    Where a member's is not known, the weighted mean of the others' stands for it, 0 if there is none.
+
+    Args:
+        normalizers: Of shape `(num_positions, num_members)`.
+        known: By number of member, of shape `(num_positions,)` each, or None.
+        weights: The weights of the step, of shape `(num_positions, num_members)`.
+    """
+    normalizers = normalizers.clone()
+    unknown = [index for index, values in known.items() if values is None]
+    for index, values in known.items():
+        normalizers[:, index] = 0.0 if values is None else values.to(normalizers.device)
+    if unknown:
+        shares = weights.clone()
+        shares[:, unknown] = 0.0
+        total = shares.sum(-1)
+        mean = torch.where(total > 0, (shares * normalizers).sum(-1) / total, 0.0)
+        normalizers[:, unknown] = mean[:, None]
+    return normalizers
 
 
 def sent(numbers: Any, device: torch.device) -> Tensor:

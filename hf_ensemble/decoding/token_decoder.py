@@ -86,7 +86,16 @@ class TokenDecoder:
             call.members, method, is_wide=is_wide, gate=gate, draws=draws if call.config.draws_one else None
         )
         self.is_wide = self._step.is_wide
-        self.rows = LiveRows(call, method.resync, prompt_ids, prompt_mask, end_ids, runs_primary, max_new_tokens)
+        self.rows = LiveRows(
+            call,
+            method,
+            prompt_ids,
+            prompt_mask,
+            end_ids,
+            runs_primary,
+            max_new_tokens,
+            needs_whole_rows=(bool(constraints) and method.proposes_few) or recorder is not None,
+        )
         self._max_new = max_new_tokens
         self._keeps_rows = keep_rows
         # Without an id that ends a text the stock loop writes on in every row until all rows are done.

@@ -16,7 +16,6 @@ from ..state_file import (
     StateFile,
     can_be_found_again,
     describe_generation_config,
-    describe_member,
     describe_method,
     hash_of,
 )
@@ -282,8 +281,10 @@ class _Kept:
             settings = {
                 # Raised when what is kept of an example can change.
                 "format": 1,
-                "members": [describe_member(member) for member in ensemble.member_views],
-                "generation config": [describe_generation_config(model) for model in (ensemble, *ensemble.members)],
+                "members": [member.description() for member in ensemble.member_views],
+                "generation config": [
+                    describe_generation_config(model) for model in (ensemble, *ensemble.member_views)
+                ],
             }
             self._state = StateFile(path, settings, work="evaluation")
             self._state.read(self._remember)

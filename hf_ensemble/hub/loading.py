@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import (
     AutoModelForCausalLM,
@@ -21,12 +21,16 @@ from typing_extensions import Self
 from .. import messages
 from ..config import EnsembleConfig, MemberConfig, MethodConfig, is_local
 from ..errors import ConfigurationError, VocabularyError
-from ..members.member import Member
+from ..members.local import LocalMember
+from ..members.member import Member, refuse_missing_offers
 from .adapters import add_adapter
 from .finding import checked_member, read_source, source_options
 from .in_place import finish_writing
 from .placement import check_memory, remaining_memory
 from .references import HUB_OPTIONS, Place, check_token, name_of, whole_path, with_paths
+
+Part: TypeAlias = tuple[PreTrainedModel, PreTrainedTokenizerBase] | Member
+"""What has been loaded for a member: its model and tokenizer, or the member itself where that is elsewhere."""
 
 
 class Loading:
@@ -69,21 +73,45 @@ class Loading:
         for name, values in (("tokenizers", tokenizers), ("member_configs", items)):
             if len(values) != len(models):
                 raise messages.wrong_count(name, len(values), len(models))
+        return cls._of_parts(list(zip(models, tokenizers, strict=True)), items, method, weights)
+
+    @classmethod
+    def _of_parts(
+        cls,
+        parts: Sequence[Part],
+        items: Sequence[MemberConfig],
+        method: str | MethodConfig,
+        weights: Sequence[float] | None,
+    ) -> Self:
+        """Make an ensemble of what has been loaded for each member.
+
+        Args:
+            parts: For each member its model and tokenizer, or the member itself where that is elsewhere.
+            items: Where each comes from.
+            method: Name or configuration of the method.
+            weights: Mixing weights, one per member; None for the same for all.
+        """
+        first = parts[0]
         config = EnsembleConfig(
-            members=[_described(*trio) for trio in zip(models, tokenizers, items, strict=True)],
+            members=[_described(*pair) for pair in zip(parts, items, strict=True)],
             method=method,
             weights=weights,
-            primary_config=copy.deepcopy(models[0].config),
+            primary_config=copy.deepcopy(first.config if isinstance(first, Member) else first[0].config),
         )
-        config.method.check_members(len(models))
+        config.method.check_members(len(parts))
         known: dict[Any, Member] = {}
         members = []
-        for model, tokenizer, item in zip(models, tokenizers, config.members, strict=True):
+        for part, item in zip(parts, config.members, strict=True):
+            if isinstance(part, Member):
+                members.append(part)
+                continue
+            model, tokenizer = part
             options = (item.name, tuple(item.eos_token_id), item.chat_template, item.system_prompt)
             key = (id(model), id(tokenizer), *options)
             if key not in known:
-                known[key] = Member(model, tokenizer, *options)
+                known[key] = LocalMember(model, tokenizer, *options)
             members.append(known[key])
+        refuse_missing_offers(members, config.method, range(len(members)))
         return cls(config, members)  # type: ignore[call-arg]
 
     @classmethod
@@ -143,8 +171,8 @@ class Loading:
                 item.dtype = None
         found = [checked_member(number, item, hub) for number, item in enumerate(asked.members)]
         items = [item for item, _ in found]
-        models, loaded = _load_members(items, [own for _, own in found], dtype, device_map, tokenizers, kwargs)
-        ensemble = cls.from_members(models, loaded, asked.method, asked.weights, items)
+        parts = _load_members(items, [own for _, own in found], dtype, device_map, tokenizers, kwargs)
+        ensemble = cls._of_parts(parts, items, asked.method, asked.weights)
         if isinstance(source, str):
             ensemble.name_or_path = ensemble.config.name_or_path = source
         if is_saved:
@@ -154,9 +182,12 @@ class Loading:
         return ensemble
 
 
-def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, item: MemberConfig) -> MemberConfig:
+def _described(part: Part, item: MemberConfig) -> MemberConfig:
     """The member's configuration with what its model and tokenizer tell."""
     item = with_paths(item, whole_path)
+    if isinstance(part, Member):
+        return item
+    model, tokenizer = part
     if item.dtype is None:
         item.dtype = str(model.dtype).removeprefix("torch.")
     beside = {whole_path(str(getattr(model, "name_or_path", ""))), item.path, item.adapter}
@@ -176,7 +207,7 @@ def _load_members(
     device_map: Any,
     tokenizers: Sequence[Any] | None,
     kwargs: dict[str, Any],
-) -> tuple[list[PreTrainedModel], list[PreTrainedTokenizerBase]]:
+) -> list[Part]:
     """Load every member's model and tokenizer; a member that is listed twice is loaded once.
 
     Args:
@@ -188,7 +219,7 @@ def _load_members(
         kwargs: Passed on to every member's loading.
 
     Returns:
-        The models and the tokenizers.
+        Models and tokenizers.
 
     Raises:
         ConfigurationError: If a list does not have one entry per member, the members do not fit into memory, or the
@@ -217,8 +248,7 @@ def _load_members(
     for item, tokenizer in zip(items, given, strict=True):
         if tokenizer is not None:
             item.tokenizer = getattr(tokenizer, "name_or_path", None) or str(tokenizer)
-    models, found = zip(*(loaded[key] for key in keys), strict=True)
-    return list(models), list(found)
+    return [loaded[key] for key in keys]
 
 
 def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[str, Any]) -> PreTrainedModel:

@@ -148,6 +148,11 @@ def _plan_bundle(ensemble: Any) -> SavePlan:
 
 
 def _check_writable(member: Member) -> None:
+    if member.model is None:
+        raise ConfigurationError(
+            f"member {member.name!r} cannot be included: it is {member.kind}, and its weights are not here. Save a reference to "
+            "it: `include_members=False`."
+        )
     model = base_model(member.model)
     quantizer = getattr(model, "hf_quantizer", None)
     obstacle = obstacle_to_writing(member.model)
@@ -172,7 +177,7 @@ def _checked_config(ensemble: Any, items: list[MemberConfig]) -> EnsembleConfig:
     config: EnsembleConfig = copy.deepcopy(ensemble.config)
     # Members may have been cast since they were loaded.
     pairs = zip(items, ensemble.member_views, strict=True)
-    config.members = [dataclasses.replace(item, dtype=member.model.dtype) for item, member in pairs]
+    config.members = [dataclasses.replace(item, dtype=member.dtype) for item, member in pairs]
     config.architectures = [type(ensemble).__name__]
     if config.weights is not None:
         normalize_weights(config.weights, len(items), config.method.takes_weights_as_given)

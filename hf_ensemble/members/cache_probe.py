@@ -49,7 +49,8 @@ def find_cache_mode(member: MemberModel, ids: Sequence[int], new_rows: NewRows) 
     with torch.no_grad(), torch.random.fork_rng(devices, enabled=is_training):
         expected = _logits_without_cache(texts, new_rows)
         if not bool(expected.logsumexp(-1).isfinite().all()):
-            raise member.not_finite(f"before step 1, on {len(ids)} ids that were tried")
+            where = f"before step 1, on {len(ids)} ids that were tried"
+            raise messages.not_finite(member.name, member.model.dtype, where)
         tolerance = _tolerance(member)
         if is_training and _distance(_logits_without_cache(texts, new_rows), expected) > tolerance:
             messages.warn(

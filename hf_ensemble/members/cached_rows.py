@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..vocabulary.context import num_common
+from .entries import Entries
 
 CACHE_MODES = ("static", "repack", "row_chunks", "row_tokens", "recompute")
 """How caches can follow a text, the fastest first; see `Member.cache_mode`."""
@@ -69,6 +70,34 @@ class CachedRows(ABC):
     def collect(self, logits: Tensor) -> Tensor:
         """Wait for the logits that were started last, and give the caller its own."""
         return logits
+
+    # Of members that send few entries in place of whole rows; others are never asked.
+
+    def start_entries(self, texts: Sequence[Sequence[int]], rows: Sequence[int], count: int) -> None:
+        """Start to find the best entries after texts.
+
+        Args:
+            texts: The ids of each row.
+            rows: Those of them that are wanted.
+            count: Number of entries.
+        """
+        raise NotImplementedError
+
+    def entries(self) -> Entries:
+        """Wait for the entries that were started last."""
+        raise NotImplementedError
+
+    def start_logits_of(self, ids: Sequence[Sequence[int]]) -> None:
+        """Start to find the logits of these ids after the texts of the last `start_entries`.
+
+        Args:
+            ids: For each row that was wanted.
+        """
+        raise NotImplementedError
+
+    def logits_of(self) -> Entries:
+        """Wait for the logits that were started last; the best are not among them."""
+        raise NotImplementedError
 
     def run_ahead(self, last_ids: Tensor) -> Tensor | None:
         """Start the step after one more id in every row, on the device, where that can be done.

@@ -1,81 +1,205 @@
-"""One model of an ensemble, with its tokenizer."""
+"""What an ensemble sees of a member, whatever its kind."""
 
 import copy
-from collections.abc import Iterable
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from .. import messages
+from ..chat.conversation import Conversation
 from ..chat.rendering import ChatRenderer
-from ..errors import ConfigurationError
+from ..config import MethodConfig
+from ..errors import ConfigurationError, MemberError
+from ..offers import Offer
 from ..vocabulary.backend import without_dropout
+from ..vocabulary.context import MemberContext, Resync
 from ..vocabulary.encoding import ByteEncoder
 from ..vocabulary.rendered import RenderedEncoder
-from ..vocabulary.token_bytes import TEXT, TokenBytes
-from .cache_probe import NUM_TRIAL_IDS, find_cache_mode
-from .cached_rows import CACHE_MODES, CachedRows
-from .member_model import MemberModel
-from .per_row_cache import SeparateRows
-from .repacked_cache import RepackedRows
-from .static_buffers import BufferPool
-from .static_cache import StaticRows
-
-_MAX_MODES = 8
-"""States of a model, such as with one adapter or another, for which it is kept how its cache can be used."""
+from ..vocabulary.token_bytes import TokenBytes
+from .cached_rows import CachedRows
 
 
-class Member(MemberModel):
-    """A causal language model with its tokenizer, as an ensemble sees it.
+@dataclass(frozen=True)
+class RowPrompt:
+    """The prompt of one row, of which every kind of member reads what is meant for it.
+
+    Attributes:
+        text: What the primary's ids write.
+        own: The member's own plain text in its place; None where it has none.
+        conversation: The conversation that the ids stand for; None where they stand for none.
+    """
+
+    text: bytes
+    own: str | None = None
+    conversation: Conversation | None = None
+
+
+@dataclass(frozen=True)
+class OwnAnswer:
+    """A whole answer that a member wrote by itself.
+
+    Attributes:
+        ids: Its ids, that which ended it included.
+        end: What ended it: a control token, or text such as a stop string; None where it was cut.
+        log_prob: Its log-probability by the member's own distribution; None where that is not known.
+    """
+
+    ids: tuple[int, ...]
+    end: Literal["eos", "text"] | None
+    log_prob: float | None = None
+
+
+class Member(ABC):
+    """A language model with its tokenizer, as an ensemble sees it.
+
+    What differs between kinds of members (a model of this process, one with an encoder, one elsewhere) stands in a file a
+    kind. What can be asked of a member is in `offers`; asking for more is refused before anything runs.
 
     Neither the model nor the tokenizer, nor their configurations, are ever changed.
 
     Args:
-        model: A causal language model.
+        name: Name used in errors.
         tokenizer: Its fast tokenizer.
-        name: Name used in errors. Default: the last part of the model's `name_or_path`, else its class.
-        extra_eos_token_ids: Ids that end a text besides those of its generation config.
+        vocab_size: Number of ids that the model has logits for.
+        eos_token_ids: Ids that end a text; those that the model has no row for are left out.
         chat_template: A template in place of the tokenizer's own.
         system_prompt: A system turn in place of every conversation's; empty for none.
 
     Attributes:
-        eos_token_ids: Ids that end a text: those of the generation config, else of the model config, else of the
-            tokenizer, plus `extra_eos_token_ids`; without any that the model has no row for.
+        offers: What it can be asked for.
+        model: The model, where it is a causal one of this process; None elsewhere.
+        config: The model's configuration; None where nobody knows it.
+        generation_config: The model's generation config; None where there is none.
         encoder: Which of its ids write given bytes.
         renderer: How it reads a conversation.
 
     Raises:
-        ConfigurationError: If the model is no decoder-only causal language model.
         VocabularyError: If the tokenizer cannot be understood.
     """
 
+    offers: ClassVar[frozenset[Offer]]
+    model: Any = None
+    config: PreTrainedConfig | None
+    generation_config: GenerationConfig | None
+
     def __init__(
         self,
-        model: PreTrainedModel,
+        name: str,
         tokenizer: PreTrainedTokenizerBase,
-        name: str | None = None,
-        extra_eos_token_ids: Iterable[int] = (),
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
         chat_template: str | None = None,
         system_prompt: str | None = None,
     ):
-        super().__init__(model, name)
-        self._given_mode: str | None = None
-        self._found_modes: dict[Any, str] = {}
-        self.tokenizer = tokenizer
-        self.eos_token_ids = self.ids_with_row(sorted({*self._own_eos_token_ids(), *extra_eos_token_ids}))
+        self.name, self.tokenizer, self.vocab_size = name, tokenizer, vocab_size
+        self.eos_token_ids = self.ids_with_row(sorted(set(eos_token_ids)))
         self.encoder = ByteEncoder(
-            tokenizer, TokenBytes(tokenizer, num_ids=self.vocab_size, end_ids=self.eos_token_ids, name=self.name)
+            tokenizer, TokenBytes(tokenizer, num_ids=vocab_size, end_ids=self.eos_token_ids, name=name)
         )
         token_bytes = self.encoder.token_bytes
         self.renderer = ChatRenderer(
             tokenizer,
             RenderedEncoder(token_bytes.backend, token_bytes.control, token_bytes.num_ids),
-            self.name,
+            name,
             chat_template,
             system_prompt,
             self.encoder.replace_unwritable,
         )
+
+    # What it is
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What errors say of it after its name: "a causal language model of this process"."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device on which its logits arrive."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it computes, and in which its logits arrive."""
+
+    @property
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """How large it is, by which drafters are chosen."""
+
+    @property
+    @abstractmethod
+    def max_positions(self) -> int | None:
+        """How many ids it can read; None where nothing breaks beyond a length."""
+
+    @property
+    def max_length(self) -> float:
+        """`max_positions` as a number to compare with: infinite where nothing breaks beyond a length."""
+        return math.inf if self.max_positions is None else self.max_positions
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether its steps run as CUDA graphs of this process."""
+        return False
+
+    @property
+    def place(self) -> Hashable:
+        """Where it runs: members of different places can write whole answers at the same time."""
+        return self.device
+
+    def description(self) -> Any:
+        """What makes it another member, as a JSON value: for files that are found again by it."""
+        raise NotImplementedError
+
+    def check_size(self) -> None:
+        """Look whether the member still has the vocabulary with which the ensemble was made.
+
+        Raises:
+            ConfigurationError: If it has not.
+        """
+        return
+
+    def refuse(self, asked: Iterable[Offer], by: str) -> None:
+        """Refuse what the member cannot give.
+
+        Args:
+            asked: What is asked of it.
+            by: Who asks, for the error: "method 'gac'".
+
+        Raises:
+            ConfigurationError: If it cannot give one of them.
+        """
+        for one in sorted(set(asked) - self.offers, key=lambda one: one.name):
+            raise ConfigurationError(
+                f"{by} asks member {self.name!r} for {one.what}, which it cannot give: it is {self.kind}. {one.remedy}, or "
+                "load it as a causal language model of this process."
+            )
+
+    @property
+    def runs_in_loop(self) -> bool:
+        """Whether it can be the primary whose passes the stock loop runs; else its own state runs it at every step."""
+        return self.model is not None
+
+    def accepts(self, keyword: str) -> bool:
+        """Whether the model's forward has a parameter of this name, where the stock loop runs it."""
+        return False
+
+    def sends_entries(self, needs_whole_rows: bool) -> bool:
+        """Whether it sends few entries where these will do: so members do from which rows travel far, or that have none.
+
+        Args:
+            needs_whole_rows: Whether somebody reads more than the entries that a method asks for.
+        """
+        return False
+
+    # Its ids
 
     def is_control(self, member_id: int) -> bool:
         """Whether an id is a control token of this member."""
@@ -104,46 +228,27 @@ class Member(MemberModel):
         twin._tokenizer = backend
         return twin
 
-    @property
-    def cache_mode(self) -> str:
-        """How the member's cache can follow a text that changes at its end.
+    # What it reads and computes
 
-        `static`: a cache of fixed size, with steps captured as CUDA graphs (on a GPU). `repack`: one cache for all rows,
-        each row moved to the right edge. `row_chunks`, `row_tokens`: one cache a row with snapshots, fed in chunks or
-        token by token (recurrent and hybrid models). `recompute`: no cache.
+    def read(self, prompt: RowPrompt, resync: Resync) -> MemberContext:
+        """Make the member's context of a prompt, as an assistant.
 
-        Found by trying it on a few ids, and again when the model has changed since, which takes a look at the whole
-        model: ask once a call. What is set here stays.
+        A context is ids, and all that a state, a fork or a likelihood knows of a row: a member that reads something
+        beside them, such as a source, puts that in front of its ids.
+
+        Args:
+            prompt: The prompt.
+            resync: How the context follows the text.
+
+        Raises:
+            ConfigurationError: If the chat template refuses the conversation, or what it reads does not fit.
         """
-        if self._given_mode is not None:
-            return self._given_mode
-        made_for = self.fingerprint()
-        mode = self._found_modes.get(made_for)
-        if mode is None:
-            text_ids = (self.encoder.token_bytes.kinds == TEXT).nonzero()[0]
-            ids = [int(text_ids[(n * 7919 + 13) % len(text_ids)]) for n in range(NUM_TRIAL_IDS)]
-            mode, is_final = find_cache_mode(self, ids, lambda num_rows, mode: self.new_rows(num_rows, mode=mode))
-            if is_final:
-                if len(self._found_modes) >= _MAX_MODES:
-                    self._found_modes.clear()
-                self._found_modes[made_for] = mode
-        return mode
+        if prompt.own is None and prompt.conversation is not None:
+            return MemberContext.of_ids(self.encoder, self.renderer.ids(prompt.conversation), resync)
+        data = prompt.text if prompt.own is None else prompt.own.encode("utf-8", "replace")
+        return MemberContext(self.encoder, resync, data)
 
-    @cache_mode.setter
-    def cache_mode(self, mode: str) -> None:
-        if mode not in CACHE_MODES:
-            raise ConfigurationError(
-                f"member {self.name!r} has no cache mode {mode!r}. Modes: {', '.join(CACHE_MODES)}."
-            )
-        self._given_mode = mode
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether its steps run as CUDA graphs."""
-        # Elsewhere no other mode is asked about, so that finding it, by a trial, can wait.
-        is_possible = self._given_mode is not None or self.device.type == "cuda"
-        return is_possible and self.cache_mode == "static"
-
+    @abstractmethod
     def new_rows(self, num_rows: int, num_expected: int = 0, mode: str | None = None) -> CachedRows:
         """Make caches for the rows of a call.
 
@@ -152,34 +257,82 @@ class Member(MemberModel):
             num_expected: Number of ids by which each row is expected to grow.
             mode: The cache mode; default: the member's.
         """
-        mode = mode or self.cache_mode
-        if mode == "static":
-            return StaticRows(self.buffer_pool, num_rows, num_expected)
-        if mode == "repack":
-            return RepackedRows(self, num_rows)
-        return SeparateRows(self, num_rows, mode)
 
-    @cached_property
-    def buffer_pool(self) -> BufferPool:
-        """The member's static buffers."""
-        return BufferPool(self)
+    def input_embeddings(self) -> Any:
+        """The module whose `weight` holds its input embeddings, of shape `(vocab_size, hidden_size)`."""
+        raise NotImplementedError
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy makes its buffers anew: they hold graphs of a device.
-        return {key: value for key, value in vars(self).items() if key != "buffer_pool"}
+    def output_embeddings(self) -> Any:
+        """The module whose `weight` holds its output embeddings, of shape `(vocab_size, hidden_size)`."""
+        raise NotImplementedError
 
-    def _own_eos_token_ids(self) -> list[int]:
-        generation_config = getattr(self.model, "generation_config", None)
-        sources = (generation_config, self.model.config, self.tokenizer)
-        found: Any = next(
-            (i for i in (getattr(source, "eos_token_id", None) for source in sources) if i is not None), []
+    def answers(
+        self, contexts: Sequence[MemberContext], settings: GenerationConfig, seeds: Sequence[int] | None
+    ) -> list[OwnAnswer] | None:
+        """Write a whole answer after each context, where the member does so otherwise than as an ensemble of one.
+
+        Args:
+            contexts: What it has read, a row an answer.
+            settings: The options.
+            seeds: Of each answer; None where nothing is drawn.
+
+        Returns:
+            An answer for each context; None for a member that writes as an ensemble of one.
+
+        Raises:
+            MemberError: If it fails.
+        """
+        return None
+
+    # What goes wrong
+
+    def not_finite(self, where: str) -> MemberError:
+        """Make the error for NaN or infinite logits; `where` goes on "in row 0 at step 1"."""
+        return messages.not_finite(self.name, self.dtype, where)
+
+
+def end_ids_of(
+    name: str,
+    generation_config: Any,
+    config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    extra: Iterable[int],
+) -> list[int]:
+    """Ids that end a member's texts: those of the generation config, else of the model's, else of the tokenizer.
+
+    Args:
+        name: The member's name.
+        generation_config: Its generation config, if there is one.
+        config: Its model's configuration, if there is one.
+        tokenizer: Its tokenizer.
+        extra: Ids that end a text besides.
+    """
+    sources = (generation_config, config, tokenizer)
+    found: Any = next((i for i in (getattr(source, "eos_token_id", None) for source in sources) if i is not None), [])
+    ids = [int(i) for i in (found if isinstance(found, Iterable) else [found])]
+    tokenizer_eos = tokenizer.eos_token_id
+    if tokenizer_eos is not None and ids and tokenizer_eos not in ids:
+        messages.warn(
+            f"member {name!r} ends texts with ids {ids} by its configuration, but its tokenizer's EOS token "
+            f"is {tokenizer_eos}: the configuration holds. Name the tokenizer's too as an extra EOS id if the "
+            "model uses it."
         )
-        ids = [int(i) for i in (found if isinstance(found, Iterable) else [found])]
-        tokenizer_eos = self.tokenizer.eos_token_id
-        if tokenizer_eos is not None and ids and tokenizer_eos not in ids:
-            messages.warn(
-                f"member {self.name!r} ends texts with ids {ids} by its configuration, but its tokenizer's EOS token "
-                f"is {tokenizer_eos}: the configuration holds. Name the tokenizer's too as an extra EOS id if the "
-                "model uses it."
-            )
-        return ids
+    return [*ids, *extra]
+
+
+def refuse_missing_offers(members: Sequence[Member], config: MethodConfig, participants: Collection[int]) -> None:
+    """Refuse a method that asks members for what they cannot give.
+
+    Args:
+        members: The members; the first is the primary.
+        config: The method's options.
+        participants: Numbers of the members that may have a weight.
+
+    Raises:
+        ConfigurationError: If one cannot give it, naming the method, the member and the remedy.
+    """
+    members[0].refuse({Offer.PRIMARY}, "the ensemble")
+    for index in sorted(participants):
+        members[index].refuse(config.asks, f"method {config.name!r}")
+    if config.gate_rule is not None:
+        members[config.gate_rule[0]].refuse({Offer.GATE}, f"method {config.name!r}")

@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import math
 from functools import cached_property
 from typing import Any
 
@@ -80,11 +79,6 @@ class MemberModel:
         ]
         # OPT and its relatives keep two rows more than they have positions.
         return limit if {limit, limit + 2} & set(tables) else None
-
-    @property
-    def max_length(self) -> float:
-        """`max_positions` as a number to compare with: infinite where nothing breaks beyond a length."""
-        return math.inf if self.max_positions is None else self.max_positions
 
     def check_size(self) -> None:
         """Look whether the model still has the vocabulary with which the ensemble was made.
@@ -165,10 +159,6 @@ class MemberModel:
             # Replaced by hand or by accelerate; and of adapters: which are on.
             found += id(own.get("forward")), own.get("_disable_adapters"), str(own.get("_active_adapter"))
         return tuple(found)
-
-    def not_finite(self, where: str) -> MemberError:
-        """Make the error for NaN or infinite logits; `where` goes on "in row 0 at step 1"."""
-        return messages.not_finite(self.name, self.model.dtype, where)
 
     def warn_uncaptured(self, reason: str) -> None:
         """Say that the member's steps do not run as CUDA graphs, and why."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .cached_rows import AHEAD, CachedRows
+from .entries import Entries
 from .member import Member
 
 
@@ -93,6 +94,30 @@ class MemberState:
         self._is_pending = True
         self.num_forwards += self.caches.num_forwards
         self._has_logits = [row in wanted for row in range(len(texts))]
+
+    # Of members that send few entries in place of whole rows
+
+    def start_entries(self, count: int, rows: Sequence[int]) -> None:
+        """Start what `entries` waits for.
+
+        Args:
+            count: Number of best entries of each row.
+            rows: Rows that are wanted.
+        """
+        self.caches.start_entries([context.ids for context in self.contexts], rows, count)
+        self.num_forwards += 1
+
+    def entries(self) -> Entries:
+        """The best entries of the rows that were wanted, all ids of each and of EOS, and the normalizers."""
+        return self.caches.entries()
+
+    def start_logits_of(self, ids: Sequence[Sequence[int]]) -> None:
+        """Start what `logits_of` waits for: the logits of these ids, for each of the rows that were wanted."""
+        self.caches.start_logits_of(ids)
+
+    def logits_of(self) -> Entries:
+        """The ids that were asked for, with their logits."""
+        return self.caches.logits_of()
 
     def run_ahead(self, last_ids: Tensor) -> bool:
         """Start the step after one more id of every row before the host knows it, where the cache allows.

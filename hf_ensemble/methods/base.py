@@ -96,6 +96,29 @@ class MemberMaps:
         first = torch.where(self.first_id >= 0, self.first_id + first_row, -1)
         return torch.where(self.from_union >= 0, self.from_union, first)
 
+    def ids_read(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The ids whose logits stand at places of `readable`, or are summed up there.
+
+        Args:
+            rows: The places, as `read_from` gives them; -1 for none.
+        """
+        first_row = len(self.mask) if self.duplicates.ids.numel() else 0
+        ids = []
+        for row in rows:
+            found = {at - first_row if at >= first_row else at for at in row if at >= 0}
+            summed = (self._standing_for.get(at, ()) for at in row if 0 <= at < first_row)
+            ids.append(sorted(found.union(*summed)))
+        return ids
+
+    @cached_property
+    def _standing_for(self) -> dict[int, list[int]]:
+        """The other ids of every entry that has several, by its canonical id."""
+        found: dict[int, list[int]] = {}
+        canonical = self.duplicates.canonical_ids[self.duplicates.position].tolist()
+        for one, other in zip(canonical, self.duplicates.ids.tolist(), strict=True):
+            found.setdefault(one, []).append(other)
+        return found
+
     def readable(self, logits: Tensor, merged: Tensor) -> Tensor:
         """Rows of logits in which `read_from` finds those of every entry: merged, and, where that differs, as they are."""
         return logits if merged is logits else torch.cat([merged, logits], dim=-1)
@@ -121,6 +144,9 @@ class TokenMethod(ABC):
     """Whether an entry that a member lacks counts as the first id with which it would write it."""
     starts_from_primary: bool = False
     """Whether `mix` needs the primary's logits even where the primary's weight is 0."""
+    num_entries: int | None = None
+    """Number of each member's best entries that `mix` reads, and the logits of what the others propose; None where it reads
+    whole rows."""
     proposes_few: bool = False
     """Whether `mix` gives mass only to entries that members propose or that a cut-off leaves, so that constraints may leave
     none of them."""
@@ -145,19 +171,21 @@ class TokenMethod(ABC):
                 weights as given.
         """
 
-    def confidence(self, logits: Tensor, member: int) -> Tensor:
+    def confidence(self, logits: Tensor, member: int, normalizer: Tensor | None = None) -> Tensor:
         """The probability of a member's best entry, over all that it may write.
 
         Args:
             logits: The member's, of shape `(batch_size, vocab_size)`.
             member: Its number.
+            normalizer: Logsumexp of all its logits, of shape `(batch_size,)`, where these are not all of them.
 
         Returns:
             Of shape `(batch_size,)`; NaN where the logits hold NaN or `inf`.
         """
         masked = self.masked(logits, member)
         best = merge_duplicates(masked, self.maps[member].duplicates).amax(-1)
-        return (best - log_normalizer(masked)).exp().clamp_max(1.0)
+        total = log_normalizer(masked) if normalizer is None else normalizer.to(best.device)
+        return (best - total).exp().clamp_max(1.0)
 
     @property
     def is_stale(self) -> bool:
@@ -179,6 +207,18 @@ class TokenMethod(ABC):
     def unwritable(self) -> Tensor:
         """Union entries that the primary cannot write."""
         return (self.maps[0].first_id[self.union.primary_size : -1] < 0).nonzero()[:, 0] + self.union.primary_size
+
+    def asked(self, logits: Sequence[Tensor | None], takes_part: Tensor) -> list[list[list[int]]]:
+        """Which ids of each member `mix` reads, where `num_entries` says that these are few.
+
+        Args:
+            logits: As for `mix`, of which the best `num_entries` entries of each row are enough.
+            takes_part: Which members take part in which row, of shape `(batch_size, num_members)`.
+
+        Returns:
+            For each member and row the ids.
+        """
+        raise NotImplementedError
 
     def primary_ids(self, columns: Tensor) -> Tensor:
         """The primary's id that each of some columns is written with first.

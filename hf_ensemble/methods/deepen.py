@@ -15,6 +15,7 @@ from ..errors import ConfigurationError, VocabularyError
 from ..members.cuda_graphs import Captured
 from ..members.member import Member
 from ..mixing import merge_duplicates, put_eos, top_entries
+from ..offers import Offer
 from ..vocabulary.anchors import AnchorTokens
 from ..vocabulary.relative import RelativeRows, TakenRows, inverse_norms
 from ..vocabulary.union import UnionVocabulary
@@ -84,11 +85,16 @@ class DeepenConfig(MethodConfig):
             return "with `skip_on_agreement`, steps have the primary's distribution where members agree on the best"
         return None
 
+    @property
+    def asks(self) -> frozenset[Offer]:
+        """What every member that takes part has to give."""
+        return frozenset({Offer.ROWS, Offer.EMBEDDINGS})
+
     def build(
         self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device
     ) -> TokenMethod:
         """Build the method; see `MethodConfig.build`."""
-        embeddings = [member.model.get_input_embeddings() for member in members]
+        embeddings = [member.input_embeddings() for member in members]
         return Deepen(union, eos_ids, device, embeddings, self)
 
 

@@ -12,6 +12,7 @@ from ..config import METHODS, MethodConfig, check_option, check_positive_integer
 from ..errors import ConfigurationError
 from ..members.member import Member
 from ..mixing import merge_duplicates, normalize_, top_entries, top_entries_of_each
+from ..offers import Offer
 from ..vocabulary.alignment import load_or_build_similar
 from ..vocabulary.union import UnionVocabulary
 from .base import EosIds, Mixed, TokenMethod, versions_of
@@ -41,6 +42,11 @@ class EvaConfig(MethodConfig):
             check_positive_integer(name, getattr(self, name))
         least = self.min_similarity
         check_option("min_similarity", least, is_number(least) and 0 < least < math.inf, "a positive number")
+
+    @property
+    def asks(self) -> frozenset[Offer]:
+        """What every member that takes part has to give."""
+        return frozenset({Offer.ROWS, Offer.EMBEDDINGS})
 
     def build(
         self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device
@@ -164,7 +170,7 @@ def output_embeddings_of(member: Member) -> Tensor:
     Raises:
         ConfigurationError: If they cannot be read, as where they are quantised or not in memory.
     """
-    weight: Tensor = member.model.get_output_embeddings().weight.detach()
+    weight: Tensor = member.output_embeddings().weight.detach()
     if weight.is_meta or not weight.is_floating_point() or weight.shape[0] != member.vocab_size or weight.ndim != 2:
         raise ConfigurationError(
             f"EVA reads the output embeddings of every member, but those of {member.name!r} are a "

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, get_args
 
 from ..config import METHODS, MethodConfig, check_option, check_positive_integer, is_number
 from ..errors import ConfigurationError
+from ..offers import Offer
 
 SpanScore = Literal["perplexity", "bits_per_byte"]
 
@@ -59,6 +60,11 @@ class SweetSpanConfig(MethodConfig):
         ratio, scores = self.filter_ratio, get_args(SpanScore)
         check_option("filter_ratio", ratio, is_number(ratio) and ratio >= 0, "a number of at least 0")
         check_option("score", self.score, self.score in scores, f"one of {', '.join(scores)}")
+
+    @property
+    def asks(self) -> frozenset[Offer]:
+        """What every member that takes part has to give."""
+        return frozenset({Offer.SPANS})
 
     @property
     def token_limit(self) -> int:

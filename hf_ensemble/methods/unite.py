@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..config import METHODS, GatedConfig, MethodConfig, check_positive_integer
 from ..members.member import Member
 from ..mixing import log_normalizer, merge_duplicates, normalize_, put_eos, top_entries_of_each
+from ..offers import Offer
 from ..vocabulary.union import UnionVocabulary
 from .base import EosIds, Mixed, TokenMethod
 
@@ -30,6 +31,11 @@ class UniteConfig(GatedConfig, _TopKConfig):  # the fields of the last base come
     def __post_init__(self) -> None:
         check_positive_integer("top_k", self.top_k)
         super().__post_init__()
+
+    @property
+    def asks(self) -> frozenset[Offer]:
+        """What every member that takes part has to give."""
+        return frozenset({Offer.ENTRIES})
 
     def build(
         self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device
@@ -68,7 +74,7 @@ class Unite(TokenMethod):
 
     def __init__(self, union: UnionVocabulary, eos_ids: EosIds, device: torch.device, top_k: int = 10):
         super().__init__(union, eos_ids, device)
-        self.top_k = top_k
+        self.top_k = self.num_entries = top_k
         # A step is a chain of small kernels, so tables of all members are read at once.
         self._read_from = torch.stack([maps.read_from() for maps in self.maps])  # (M, union_size + 1)
         self._to_union = pad_sequence([maps.to_union for maps in self.maps], batch_first=True, padding_value=-1)
@@ -85,15 +91,8 @@ class Unite(TokenMethod):
         found = [log_normalizer(masked[index]) if index in masked else nothing for index in range(len(logits))]
         normalizers = torch.stack(found, dim=-1)
         entries = [merge_duplicates(row, self.maps[index].duplicates) for index, row in masked.items()]
-        top_k = min(self.top_k, max(row.shape[-1] for row in entries))
-        values, ids = top_entries_of_each(entries, top_k)  # (M, B, k)
         shares = _some(weights.T, present)[..., None]  # (M, B, 1)
-        proposed = _some(self._to_union, present).gather(1, ids.flatten(1)).view_as(ids)
-        proposed = torch.where((values > -torch.inf) & (shares > 0), proposed, -1)
-        keys = proposed.transpose(0, 1).flatten(1).sort(dim=-1).values  # (B, M * k), each row's entries and -1
-        is_key = keys >= 0
-        is_key[:, 1:] &= keys[:, 1:] != keys[:, :-1]
-        keys.clamp_min_(0)
+        keys, is_key = self._keys(entries, present, shares > 0)
         at = _some(self._read_from[:, keys], present)  # (M, B, M * k)
         is_read = (at >= 0) & is_key
         at.clamp_min_(0)
@@ -113,6 +112,35 @@ class Unite(TokenMethod):
         if len(eos_ids) > 1:  # until here the first one has it
             put_eos(logprobs, logprobs.index_select(1, eos_ids[:1])[:, 0], primary, eos_ids, nothing=-torch.inf)
         return Mixed(logprobs, normalizers)
+
+    def _keys(self, entries: Sequence[Tensor], present: Sequence[int], takes_part: Tensor) -> tuple[Tensor, Tensor]:
+        """The entries that members propose.
+
+        Args:
+            entries: Logits of the members that are there, with duplicates merged, each `(batch_size, vocab_size)`.
+            present: Their numbers.
+            takes_part: Which of them take part in which row, of shape `(num_present, batch_size, 1)`.
+
+        Returns:
+            Union ids, and which of them count, once each; of shape `(batch_size, num_present * k)`.
+        """
+        top_k = min(self.top_k, max(row.shape[-1] for row in entries))
+        values, ids = top_entries_of_each(entries, top_k)  # (M, B, k)
+        proposed = _some(self._to_union, present).gather(1, ids.flatten(1)).view_as(ids)
+        proposed = torch.where((values > -torch.inf) & takes_part, proposed, -1)
+        keys = proposed.transpose(0, 1).flatten(1).sort(dim=-1).values  # (B, M * k), each row's entries and -1
+        is_key = keys >= 0
+        is_key[:, 1:] &= keys[:, 1:] != keys[:, :-1]
+        return keys.clamp_min_(0), is_key
+
+    def asked(self, logits: Sequence[Tensor | None], takes_part: Tensor) -> list[list[list[int]]]:
+        """The ids in which each member writes what anybody proposes; see `TokenMethod.asked`."""
+        present = [index for index, one in enumerate(logits) if one is not None]
+        rows = [(self.masked(one, index), index) for index, one in enumerate(logits) if one is not None]
+        entries = [merge_duplicates(row, self.maps[index].duplicates) for row, index in rows]
+        keys, is_key = self._keys(entries, present, takes_part.to(self.device).T[present, :, None])
+        at = torch.where(is_key, self._read_from[:, keys], -1)  # (M, B, M * k)
+        return [maps.ids_read(of_member) for maps, of_member in zip(self.maps, at.tolist(), strict=True)]
 
 
 def _some(of_members: Tensor, indices: Sequence[int]) -> Tensor:

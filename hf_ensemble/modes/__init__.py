@@ -1,6 +1,6 @@
 """Ways of writing, one a file."""
 
-from ..decoding.call import Call
+from ..decoding.call import Call, refuse_for_primary_elsewhere
 from ..decoding.speculation.options import Speculation, obstacle_to_drafts
 from ..errors import ConfigurationError
 from .answers import AnswersMode
@@ -38,4 +38,6 @@ def mode_for_generate(call: Call, speculation: str | None) -> Mode:
         elif not (call.is_by_primary and drafting.is_auto):
             mode = DraftMode(mode, drafting)
     mode.refuse()
+    if not call.members[0].runs_in_loop:
+        refuse_for_primary_elsewhere(call)
     return mode

@@ -9,6 +9,7 @@ from transformers import StoppingCriteriaList
 
 from ..decoding.call import Call
 from ..decoding.loop import Loop
+from ..decoding.token_decoder import TokenDecoder
 from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found
 
@@ -50,6 +51,11 @@ class Mode(ABC):
             options: The other arguments of the stock `generate`, by name.
         """
         return ensemble.generate_in(self, inputs, **options)
+
+    @property
+    def runs_primary(self) -> bool:
+        """Whether the primary runs in a state of its own, not by passes of the stock loop."""
+        return isinstance(self.decoder, TokenDecoder) and self.decoder.rows.runs_primary
 
     def for_processors(self, stock: Sequence[Any], num_rows: int) -> "Mode":
         """The mode to go on with, now that the processors of the call are known."""

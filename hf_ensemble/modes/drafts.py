@@ -46,7 +46,7 @@ class DraftMode(Mode):
         call, speculation = self.call, self._speculation
         members = call.members
         method = call.method()
-        num_parameters = [member.model.num_parameters() for member in members]
+        num_parameters = [member.num_parameters for member in members]
         participants = tuple(sorted(call.weights.participants))
         drafters = speculation.drafters(participants, num_parameters)
         kind = (call.config, call.is_by_primary, speculation.name, participants, len(loop.input_ids), method.device)

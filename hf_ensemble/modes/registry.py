@@ -11,4 +11,7 @@ MODES: dict[str, type[Mode]] = {}
 def mode_of(call: Call) -> Mode:
     """The mode of a call without drafts."""
     mode = MODES[call.config.decides](call)
-    return PrimaryMode(call) if call.is_by_primary else mode
+    if not call.is_by_primary:
+        return mode
+    # The stock loop has no passes of a primary elsewhere: its state runs it, token by token.
+    return PrimaryMode(call) if call.members[0].runs_in_loop else MODES["tokens"](call)

@@ -18,6 +18,9 @@ from .stop_strings import stop_string_criteria, without_stop_strings
 WAITS = "primary_waits"
 """Marks the forward passes of the decoding loop in which the primary does not run; its own state does, if needed."""
 
+_CACHES = ("past_key_values", "cache")
+"""What the stock loop calls a cache."""
+
 _running: ContextVar[tuple[Any, Any]] = ContextVar("running", default=(None, None))
 """The `Mode` of the call of `generate` that runs here, and the generation config that its stock loop has prepared, once
 it has. Another mode may take over then.
@@ -25,6 +28,11 @@ it has. Another mode may take over then.
 Every thread has its own, and a call within a call puts the outer one's back. What is scheduled meanwhile, such as a
 callback of an event loop, keeps the mode, with its caches, until it has run.
 """
+
+
+def waiting(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a stock loop in which the primary does not run; without a cache, which nobody would fill."""
+    return {**{key: value for key, value in kwargs.items() if key not in _CACHES}, WAITS: True}
 
 
 def _mode_of(generation_config: Any) -> Mode | None:
@@ -109,8 +117,18 @@ class StockLoopHooks:
 
     @property
     def primary(self) -> Any:
-        """The primary model."""
-        return self.primary_member.model
+        """The primary model.
+
+        Raises:
+            ConfigurationError: If it is not in this process.
+        """
+        member = self.primary_member
+        if member.model is None:
+            raise ConfigurationError(
+                f"the primary {member.name!r} is {member.kind}, so that nothing here can run it by itself or look inside. Use "
+                "`generate`, or load it as a causal language model of this process."
+            )
+        return member.model
 
     def _prepare_special_tokens(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
         # Stock processors take every end id for a column, and the first one pads where there is no pad token.
@@ -181,6 +199,12 @@ class StockLoopHooks:
         mode = _mode_of(generation_config)
         return loop.run() if mode is None else mode.sample(loop)
 
+    def _beam_search(self, *args: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
+        mode = _mode_of(generation_config)
+        if mode is not None and mode.runs_primary:
+            kwargs = waiting(kwargs)
+        return super()._beam_search(*args, generation_config=generation_config, **kwargs)  # type: ignore[misc]
+
     # Of the primary
 
     def forward(
@@ -203,10 +227,11 @@ class StockLoopHooks:
         """
         if labels is not None:
             raise ConfigurationError("an ensemble has no loss: `labels` cannot be used with it. See `score`.")
-        member = self.primary_member
+        member: Any = self.primary_member
         if kwargs.pop(WAITS, False):
             assert input_ids is not None
             return CausalLMOutputWithPast(logits=input_ids.new_zeros(len(input_ids), 1, member.vocab_size).float())
+        primary = self.primary
         if position_ids is not None and member.max_positions is not None:
             # Rows that have ended are padded on, and their positions would run out of the table.
             position_ids = position_ids.clamp_max(member.max_positions - 1)
@@ -223,7 +248,7 @@ class StockLoopHooks:
         if member.accepts("output_router_logits"):
             kwargs["output_router_logits"] = False
         try:
-            return member.model(**kwargs)
+            return primary(**kwargs)
         except Exception as error:
             raise MemberError(f"member {member.name!r} failed in its forward pass: {error}") from error
 
@@ -246,6 +271,8 @@ class StockLoopHooks:
         return self.primary.create_masks_for_generate(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.primary_member.runs_in_loop:
+            return None
         return self.primary._prepare_position_ids_for_generation(*args, **kwargs)
 
     def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -254,9 +281,11 @@ class StockLoopHooks:
         return self.primary._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.primary_member.runs_in_loop:
+            return None
         # On transformers 5.17 the name of the cache depends on the model's class.
         return self.primary._prepare_cache_for_generation(*args, **kwargs)
 
     @property
     def _is_stateful(self) -> bool:
-        return bool(self.primary._is_stateful)
+        return self.primary_member.runs_in_loop and bool(self.primary._is_stateful)

@@ -17,7 +17,7 @@ from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found
 from ..scoring.token_batch import TokenBatch
 from .base import Mode
-from .stock_loop import WAITS, FollowingCriteriaList, Hook
+from .stock_loop import FollowingCriteriaList, Hook, waiting
 
 _MIXTURE = (
     '`strategy="mixture_sampling"` draws one member for each token, which gives texts of the mixture\'s law only'
@@ -63,7 +63,8 @@ class TokenMode(Mode):
             method,
             prompt_ids,
             prompt_mask,
-            end_ids(settings),
+            # The stock loop warns of no control token.
+            range(call.members[0].vocab_size) if call.is_by_primary else end_ids(settings),
             is_wide=is_wide,
             constraints=constraints,
             runs_primary=self._primary_can_wait(method),
@@ -91,9 +92,7 @@ class TokenMode(Mode):
     def sample(self, loop: Loop) -> Any:
         """Run the stock loop; the primary's own passes are left out where its state runs it."""
         if self.decoder.rows.runs_primary:
-            for key in ("past_key_values", "cache"):
-                loop.kwargs.pop(key, None)
-            loop.kwargs[WAITS] = True
+            loop.kwargs = waiting(loop.kwargs)
         if self.call.draws.are_seeded:
             # What is drawn is all that is left, and torch's generator stays as it is.
             loop.settings.do_sample = False
@@ -108,6 +107,8 @@ class TokenMode(Mode):
     def _primary_can_wait(self, method: TokenMethod) -> bool:
         """Whether the primary need not run in the decoding loop: not every step needs it, or its steps are captured."""
         call = self.call
+        if not call.members[0].runs_in_loop:
+            return True
         gate = call.config.gate_rule
         needs_it = gate[0] == 0 if gate else 0 in call.weights.participants and not call.config.draws_one
         needs_it |= method.starts_from_primary

@@ -42,12 +42,14 @@ class WriterMode(TokenMode):
         call, settings = self.call, self.call.settings
         member, do_sample = call.members[0], settings.do_sample
         stock = [without_padding(item, prompt_mask) for item in stock]
-        if settings.num_beams > 1:
+        if settings.num_beams > 1 and member.runs_in_loop:
             return [Hook(self._check_beams), *stock]
         shares = len({tuple(row) for row in prompt_ids.tolist()}) < len(prompt_ids)
-        runs_primary = not call.needs_stock_passes and (shares or member.is_captured)
+        runs_primary = (not call.needs_stock_passes and (shares or member.is_captured)) or not member.runs_in_loop
         method = _Watched(call.kept.union, [[]], member.device)
         decoder = self.decoder = decoder_of_one(call, method, prompt_ids, prompt_mask, runs_primary)
+        if settings.num_beams > 1:
+            return [Hook(decoder.fuse_beams), *stock]
 
         def begin(_: Tensor, scores: Tensor) -> Tensor:
             logits = decoder.fuse(scores, add_level=False)
@@ -63,7 +65,7 @@ class WriterMode(TokenMode):
 
     def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
         """Let the decoder follow what is written, and keep how likely that was."""
-        if self.decoder is None:
+        if self.decoder is None or self.call.settings.num_beams > 1:
             return stock
 
         def follow(input_ids: Tensor, done: Tensor) -> Tensor:

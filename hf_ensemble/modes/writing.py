@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -117,7 +117,7 @@ class Writing:
         return [config.num_candidates * num + len(config.methods) for num in num_members]
 
     def run(self) -> list[list[Written]]:
-        """Write, on every device at the same time.
+        """Write, in every place at the same time.
 
         Returns:
             For each row what was written to it.
@@ -128,9 +128,9 @@ class Writing:
         if self._asked.settings.max_time is not None:
             # Of all who write together.
             self._stop_at = time.monotonic() + self._asked.settings.max_time
-        by_device: dict[torch.device, list[int]] = {}
+        by_place: dict[Hashable, list[int]] = {}
         for index in self._rows_of:
-            by_device.setdefault(self._call.members[index].device, []).append(index)
+            by_place.setdefault(self._call.members[index].place, []).append(index)
         found: list[list[Written]] = [[] for _ in range(self._num_rows)]
         with logging.tqdm(total=sum(self.num_written), desc="candidates", unit="answer", delay=_PATIENCE) as bar:
 
@@ -146,7 +146,7 @@ class Writing:
                 for row, written in self._by_method(number, method):
                     found[row].append(written)
                 bar.update(self._num_rows)
-            for row, written in _side_by_side(write_all, list(by_device.values())):
+            for row, written in _side_by_side(write_all, list(by_place.values())):
                 found[row].append(written)
         return found
 
@@ -156,11 +156,14 @@ class Writing:
         member, prompts = self._call.members[index], self._asked.prompts
         contexts = prompts.contexts[index]
         rows = self._rows_of[index]
-        alone = self._alone(index)
         settings = self._settings_of(index)
         items = [(row, number) for row in rows for number in range(self._config.num_candidates)]
 
         def write(some: Sequence[tuple[int, int]]) -> list[tuple[int, Written]]:
+            own = self._by_itself(index, settings, some)
+            if own is not None:
+                return own
+            alone = self._alone(index)
             ids, mask = padded_left(
                 [contexts[prompts.prompt_of_row[row]].ids for row, _ in some], member.tokenizer.pad_token_id or 0
             )
@@ -170,6 +173,23 @@ class Writing:
 
         written = in_parts(items, write)
         return [(row, replace(one, writer=index, name=self._names[index])) for row, one in written]
+
+    def _by_itself(
+        self, index: int, settings: Any, items: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, Written]] | None:
+        """What a member writes that is no ensemble of one; None for one that is."""
+        member, prompts = self._call.members[index], self._asked.prompts
+        began = time.perf_counter()
+        contexts = [prompts.contexts[index][prompts.prompt_of_row[row]] for row, _ in items]
+        answers = member.answers(contexts, settings, self._seeds(index, member.name, items))
+        if answers is None:
+            return None
+        seconds = (time.perf_counter() - began) / len(items)
+        write = member.encoder.token_bytes.write
+        return [
+            (row, Written(None, "", number, one.ids, write(one.ids), one.end, one.log_prob, seconds))
+            for (row, number), one in zip(items, answers, strict=True)
+        ]
 
     def _alone(self, index: int) -> Any:
         """A member as an ensemble of one, whose generation config says nothing."""
@@ -228,16 +248,20 @@ class Writing:
         return [(row, replace(one, name=method.name)) for row, one in in_parts(range(self._num_rows), write)]
 
     def _draws(self, index: int, name: str, items: Sequence[tuple[int, int]]) -> Draws:
+        seeds = self._seeds(index, name, items)
+        return Draws() if seeds is None else Draws(seeds)
+
+    def _seeds(self, index: int, name: str, items: Sequence[tuple[int, int]]) -> list[int] | None:
         seed, prompts = self._asked.seed, self._asked.prompts
         if seed is None:
-            return Draws()
+            return None
         parts = []
         num_earlier: Counter[bytes] = Counter()
         for prompt in prompts.prompt_of_row:
             text = prompts.texts[prompt]
             parts.append((text, num_earlier[text]))
             num_earlier[text] += 1
-        return Draws([seed_of(seed, name, index, *parts[row], number) for row, number in items])
+        return [seed_of(seed, name, index, *parts[row], number) for row, number in items]
 
     # Running one of them
 

@@ -130,6 +130,10 @@ class TokenBatch:
             for index, texts in self._texts.items()
         }
 
+    def normalizers(self) -> dict[int, Tensor | None]:
+        """None: whole rows are read."""
+        return {}
+
     def read(self, needed: Tensor) -> list[Tensor | None]:
         """Give the logits of the members that are needed somewhere."""
         return [

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, pipeline
 
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, EnsembleLogitsProcessor, MemberConfig, MemberError
 from hf_ensemble.members import cache_probe
-from hf_ensemble.members.member import Member
+from hf_ensemble.members.local import LocalMember
 from tests import tiny
 from tests.contracts import SPANS, make_ensemble
 
@@ -121,7 +121,7 @@ def test_a_wrapper_that_hands_on_nothing_is_given_nothing_more():
             return self.wrapped(input_ids=input_ids, use_cache=False)
 
     model = tiny.tiny_llama(tokenizer_of("small"), seed=7)
-    member = Member(Closed(model), tokenizer_of("small"))
+    member = LocalMember(Closed(model), tokenizer_of("small"))
     assert not member.accepts("position_ids")
     with pytest.warns(UserWarning, match="whole context is computed again"):
         assert member.cache_mode == "recompute"
@@ -216,7 +216,7 @@ def test_a_tokenizer_that_drops_merges_is_read_without(method, name, place):
 def test_what_an_ensemble_encodes_itself_is_encoded_without_dropout():
     """J5: Prompts, texts to be scored, conversations; and its maps are found again."""
     tokenizer, dropping = tokenizer_of("smol"), with_dropout(tokenizer_of("smol"))
-    members = [Member(tiny.tiny_llama(t), t) for t in (tokenizer, dropping, dropping)]
+    members = [LocalMember(tiny.tiny_llama(t), t) for t in (tokenizer, dropping, dropping)]
     fingerprints = [member.encoder.token_bytes.fingerprint for member in members]
     assert fingerprints[1] == fingerprints[2]
     ensembles = [make_ensemble([tiny.tiny_llama(t)], [t]) for t in (tokenizer, dropping)]
@@ -384,7 +384,7 @@ def trials(monkeypatch):
         seen.extend([member.name] * (member.name != "member-0"))
         return find(member, *args)
 
-    monkeypatch.setattr("hf_ensemble.members.member.find_cache_mode", watch)
+    monkeypatch.setattr("hf_ensemble.members.local.find_cache_mode", watch)
     return seen
 
 

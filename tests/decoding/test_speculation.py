@@ -15,7 +15,7 @@ from hf_ensemble.decoding.speculation import decoder as speculation_module
 from hf_ensemble.decoding.speculation.draft_length import DraftLength
 from hf_ensemble.decoding.speculation.drafts import MemberDrafter, PromptLookup
 from hf_ensemble.decoding.speculation.options import Speculation
-from hf_ensemble.members.member import Member
+from hf_ensemble.members.local import LocalMember
 from tests import tiny
 from tests.contracts import (
     CORE_RECIPES,
@@ -256,7 +256,7 @@ def test_captured_members_draft_before_the_last_ids_are_handed_out(length, ensem
     options = {"method": "gac", "max_new_tokens": 12, "stopping_criteria": [stops]}
     expected = run(ensemble, batch, **options)
     force_length(monkeypatch, length)
-    monkeypatch.setattr(Member, "cache_mode", property(lambda member: "static"))
+    monkeypatch.setattr(LocalMember, "cache_mode", property(lambda member: "static"))
     assert run(ensemble, batch, speculation="member-1", **options).sequences.tolist() == expected.sequences.tolist()
 
     events = []
@@ -664,7 +664,7 @@ def test_the_time_of_a_draft_counts_for_what_was_drafted(case, mode, monkeypatch
     clock, seen = Clock(), []
     monkeypatch.setattr(DraftLength.__init__, "__defaults__", ((0, LENGTH), clock, None, 1))
     monkeypatch.setattr(DraftLength, "drafted", lambda self, *args: seen.append(args))
-    monkeypatch.setattr(Member, "cache_mode", property(lambda member: mode, lambda member, value: None))
+    monkeypatch.setattr(LocalMember, "cache_mode", property(lambda member: mode, lambda member, value: None))
     tokenizer = small()
     drafter = tiny.tiny_gpt2(tokenizer, n_positions=12 if case == "few positions left" else 99)
     ensemble = make_ensemble([tiny.tiny_llama(tokenizer), drafter], [tokenizer] * 2, weights=[1, 0])

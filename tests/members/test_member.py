@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, MemberError
-from hf_ensemble.members.member import Member
+from hf_ensemble.members.local import LocalMember
 from hf_ensemble.members.state import MemberState
 from hf_ensemble.vocabulary.context import num_common
 from tests import tiny
@@ -41,7 +41,7 @@ def model_of(architecture):
 
 @functools.cache
 def member_of(architecture):
-    member = Member(model_of(architecture.removeprefix("static ")), tokenizer(), name=architecture)
+    member = LocalMember(model_of(architecture.removeprefix("static ")), tokenizer(), name=architecture)
     if architecture in STATIC:
         member.cache_mode = "static"
     return member
@@ -232,7 +232,7 @@ def test_no_cache_is_used_where_none_works():
             return forget(input_ids)
 
     model.__class__ = Forgetful
-    member = Member(model, tokenizer(), name="forgetful")
+    member = LocalMember(model, tokenizer(), name="forgetful")
     with pytest.warns(UserWarning, match="forgetful.*whole context is computed again"):
         assert member.cache_mode == "recompute"
     state = MemberState(member, [Row([20, 21]), Row([22])])
@@ -324,19 +324,19 @@ def test_beams_that_run_out_of_positions_are_an_error_that_names_the_member(limi
 
 def test_an_encoder_decoder_is_refused_by_name():
     with pytest.raises(ConfigurationError, match="'translator' is an encoder-decoder"):
-        Member(tiny.tiny_m2m100(tokenizer()), tokenizer(), name="translator")
+        LocalMember(tiny.tiny_m2m100(tokenizer()), tokenizer(), name="translator")
 
 
 def test_a_model_without_a_head_is_refused_by_name():
     with pytest.raises(ConfigurationError, match=r"'encoder'.*no language-modelling head"):
-        Member(tiny.tiny_bert(tokenizer()), tokenizer(), name="encoder")
+        LocalMember(tiny.tiny_bert(tokenizer()), tokenizer(), name="encoder")
 
 
 def test_the_name_is_the_end_of_the_path_or_the_class():
     model = tiny.tiny_llama(tokenizer())
-    assert Member(model, tokenizer()).name == "LlamaForCausalLM"
+    assert LocalMember(model, tokenizer()).name == "LlamaForCausalLM"
     model.config._name_or_path = model.name_or_path = "some/where/tiny-llama/"
-    assert Member(model, tokenizer()).name == "tiny-llama"
+    assert LocalMember(model, tokenizer()).name == "tiny-llama"
 
 
 def test_an_ensemble_of_none_is_refused():
@@ -403,6 +403,6 @@ def test_two_rows_may_go_on_from_one_row_of_a_fork():
 
 
 def test_a_cache_mode_that_there_is_not_is_refused():
-    member = Member(model_of("llama"), tokenizer(), name="llama")
+    member = LocalMember(model_of("llama"), tokenizer(), name="llama")
     with pytest.raises(ConfigurationError, match="'llama' has no cache mode 'repacked'.*static, repack"):
         member.cache_mode = "repacked"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_ensemble.members import repacked_cache
-from hf_ensemble.members.member import Member
+from hf_ensemble.members.local import LocalMember
 from hf_ensemble.members.state import MemberState, PlainContext
 from tests import tiny
 
@@ -24,7 +24,7 @@ def member_of(name, attention):
     tokenizer = tiny.byte_level_bpe(300)
     model = getattr(tiny, f"tiny_{name}")(tokenizer, seed=7, window=WINDOW, attn_implementation=attention)
     assert model.config._attn_implementation == attention
-    return Member(model, tokenizer)
+    return LocalMember(model, tokenizer)
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_row_that_is_replaced_needs_nothing_that_was_dropped(member):
 
 def test_models_without_windows_keep_every_position(member):
     tokenizer = tiny.byte_level_bpe(300)
-    state = started(Member(tiny.tiny_llama(tokenizer), tokenizer), range(10, 40))
+    state = started(LocalMember(tiny.tiny_llama(tokenizer), tokenizer), range(10, 40))
     for last in range(50, 60):
         state.contexts[0].ids = [*state.contexts[0].ids, last]
         state.logits()

@@ -10,7 +10,7 @@ import torch
 
 from hf_ensemble import EnsembleForCausalLM, MemberError
 from hf_ensemble.decoding.speculation.draft_length import DraftLength
-from hf_ensemble.members.member import Member
+from hf_ensemble.members.local import LocalMember
 from hf_ensemble.members.state import MemberState, PlainContext
 from hf_ensemble.members.static_buffers import BufferPool, _SlotCache, masks_of
 from tests import contracts, tiny
@@ -27,8 +27,8 @@ def static(monkeypatch):
 
 
 def make_static(monkeypatch):
-    monkeypatch.setattr(Member, "cache_mode", property(lambda member: "static", lambda member, mode: None))
-    monkeypatch.setattr(Member, "is_captured", True)
+    monkeypatch.setattr(LocalMember, "cache_mode", property(lambda member: "static", lambda member, mode: None))
+    monkeypatch.setattr(LocalMember, "is_captured", True)
 
 
 def pair(seed=0):
@@ -248,7 +248,7 @@ def test_a_failed_call_leaves_no_nan_behind(static):
 
 def test_graphs_of_replaced_weights_are_not_used_again():
     model = tiny.tiny_llama(contracts.small(), seed=1)
-    member = Member(model, contracts.small(), name="llama")
+    member = LocalMember(model, contracts.small(), name="llama")
     pool = BufferPool(member)
     buffers = pool.acquire(1, 64)
     pool.release(buffers)
@@ -268,7 +268,7 @@ def test_attention_that_takes_no_mask_is_named():
     model = tiny.tiny_llama(contracts.small(), seed=1)
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(MemberError, match="flash_attention_2.*'sdpa' or 'eager'"):
-        masks_of(Member(model, contracts.small(), name="llama"))
+        masks_of(LocalMember(model, contracts.small(), name="llama"))
 
 
 def test_eager_attention_sees_what_sdpa_sees():
@@ -276,7 +276,7 @@ def test_eager_attention_sees_what_sdpa_sees():
     for implementation in ("sdpa", "eager"):
         model = tiny.tiny_gemma3(contracts.small(), seed=1)
         model.set_attn_implementation(implementation)
-        member = Member(model, contracts.small(), name="gemma")
+        member = LocalMember(model, contracts.small(), name="gemma")
         state = MemberState(member, [PlainContext(list(range(20, 40))), PlainContext([7, 8, 9])], "static")
         with torch.no_grad():
             texts.append(state.logits())

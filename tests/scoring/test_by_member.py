@@ -7,7 +7,7 @@ import torch
 
 from hf_ensemble import ConfigurationError, MemberError
 from hf_ensemble.decoding import teacher_forcing
-from hf_ensemble.members.member import Member
+from hf_ensemble.members.local import LocalMember
 from hf_ensemble.scoring.by_member import score_by_member
 from hf_ensemble.scoring.pairs import Pair, own_pair
 from hf_ensemble.vocabulary.context import MemberContext
@@ -24,7 +24,7 @@ KINDS = [("llama", "smol"), ("gemma3", "gemma"), ("gpt2", "byte-level"), ("mamba
 
 
 def member_of(architecture, tokenizer):
-    member = Member(model_of(architecture, tokenizer), tokenizer_of(tokenizer), name=architecture)
+    member = LocalMember(model_of(architecture, tokenizer), tokenizer_of(tokenizer), name=architecture)
     member.cache_mode = CACHE_MODES[member.model.config.model_type]
     return member
 
@@ -32,7 +32,7 @@ def member_of(architecture, tokenizer):
 def scripted(row, tokenizer="smol"):
     """A member that gives the same logits whatever it reads."""
     model = tiny.ScriptedModel(tokenizer_of(tokenizer), lambda _: row)
-    member = Member(model, tokenizer_of(tokenizer), name="scripted")
+    member = LocalMember(model, tokenizer_of(tokenizer), name="scripted")
     member.cache_mode = CACHE_MODES["scripted"]
     return member
 
@@ -135,7 +135,7 @@ def test_a_member_that_fails_is_named_with_the_text(bad):
     usual = torch.zeros(tiny.rows_of(tokenizer_of("smol")))
     failed = usual + bad if bad < 0 else usual.index_fill(0, torch.tensor([40]), bad)
     model = tiny.ScriptedModel(tokenizer_of("smol"), lambda ids: failed if ids[-1] == 33 else usual)
-    members = [member_of("gemma3", "gemma"), Member(model, tokenizer_of("smol"), name="bad")]
+    members = [member_of("gemma3", "gemma"), LocalMember(model, tokenizer_of("smol"), name="bad")]
     pairs = {0: own_pairs_of(members[0])[:2], 1: [Pair([9], [31, 32], 2), Pair([9], [31, 33, 34], 3)]}
     with pytest.raises(MemberError, match="'bad' gave NaN or infinite logits in answer 4 at step 3"):
         score_by_member(members, pairs, ["answer 3", "answer 4"])
@@ -147,7 +147,7 @@ def test_a_text_beyond_a_members_positions_is_refused_before_anything_runs():
     model = tiny.tiny_gpt2(tokenizer_of("smol"), n_positions=16)
     members = [
         scripted(torch.zeros(tiny.rows_of(tokenizer_of("smol")))),
-        Member(model, tokenizer_of("smol"), name="short"),
+        LocalMember(model, tokenizer_of("smol"), name="short"),
     ]
     fits = Pair([9] * 10, [10] * 7, 7)
     assert score_by_member(members, {1: [fits]})[1][0].num_tokens == 7

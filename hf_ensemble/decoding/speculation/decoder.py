@@ -186,6 +186,10 @@ class SpeculativeDecoder:
             for index in self.states
         }
 
+    def normalizers(self) -> Mapping[int, Tensor | None]:
+        """None: whole rows are read."""
+        return {}
+
     def read(self, needed: Tensor) -> list[Tensor | None]:
         """Let every member read all rows and their drafts in one forward pass."""
         is_needed = needed.T.tolist()

@@ -5,6 +5,7 @@ from typing import Any
 
 from ...errors import ConfigurationError
 from ...members.member import Member
+from ...offers import Offer
 from ..call import Call
 from ..refusals import Obstacle, first_obstacle
 from .drafts import NGRAM
@@ -101,7 +102,9 @@ def obstacle_to_drafts(call: Call, settings: Any, synced_gpus: Any) -> Obstacle 
     gating = "it decides at every step who runs, so that nobody could check several"
     drawing = "one drawn member decides each token, so that the others cannot check it"
     varying = "it is called at every step with the ids so far"
+    unable = [call.members[n] for n in sorted(call.participants) if Offer.DRAFTS not in call.members[n].offers]
     in_method = [
+        *(Obstacle(True, f"member {one.name!r}", f"it is {one.kind}, which checks no drafts") for one in unable),
         Obstacle(method.decides != "tokens", f"method {method.name!r}", drafting, "Choose a token-level method"),
         Obstacle(method.gate_rule is not None, "a gate", gating, "Leave out `threshold`"),
         Obstacle(method.draws_one, "mixture sampling", drawing, "Leave out `strategy`"),

@@ -1,0 +1,36 @@
+"""What a member says of a step where it does not send a whole row of logits: few ids with their logits."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Some ids of every row with their logits, on the CPU.
+
+    Ids that stand for the same entry stand here together, so that the entry's logit can be summed up.
+
+    Attributes:
+        ids: Of shape `(num_rows, num_ids)`; -1 for none.
+        logits: In float32, of the same shape. Log-probabilities serve where a member tells no more.
+        normalizers: Logsumexp of all the member's logits, of shape `(num_rows,)`; NaN or infinite where these are. None
+            where nobody knows it.
+    """
+
+    ids: Tensor
+    logits: Tensor
+    normalizers: Tensor | None = None
+
+    def beside(self, other: "Entries") -> "Entries":
+        """These and others of the same rows."""
+        ids, logits = torch.cat([self.ids, other.ids], dim=-1), torch.cat([self.logits, other.logits], dim=-1)
+        return Entries(ids, logits, self.normalizers)
+
+    def spread(self, width: int) -> Tensor:
+        """Rows of logits, of shape `(num_rows, width)`: `-inf` for ids that are not here, and 0 in a row without any."""
+        rows = self.logits.new_full((len(self.ids), width + 1), -torch.inf)
+        rows.scatter_(1, torch.where(self.ids >= 0, self.ids, width), self.logits)
+        is_empty = (self.ids < 0).all(-1, keepdim=True)
+        return rows[:, :width].masked_fill(is_empty, 0.0)
