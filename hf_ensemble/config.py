@@ -74,6 +74,11 @@ class MemberConfig:
     adapter_subfolder: str | None = None
     """Folder of the adapter within its repository or path."""
 
+    ray: dict[str, Any] | None = None
+    """The member runs in a Ray actor with these options, as for Ray's `.options(...)`: `num_cpus`, `num_gpus`, `memory`,
+    `resources`, `accelerator_type`. Empty: an actor with Ray's defaults. None: the member runs in this process, unless the
+    ensemble is loaded with `placement="ray"`."""
+
     commit: str | None = field(default=None, compare=False, repr=False)
     """Commit that was loaded from the Hub, filled in while loading. Never saved, but `revision` of what is pushed."""
 
@@ -93,6 +98,8 @@ class MemberConfig:
                 raise ConfigurationError(
                     f"a member's `{option.name}` has to be a text or None, but is {value!r:.200}."
                 )
+        if self.ray is not None:
+            self.ray = _checked_ray_options(self.ray)
         given: Any = [] if self.eos_token_id is None else self.eos_token_id
         try:
             self.eos_token_id = [operator.index(i) for i in (given if isinstance(given, (list, tuple)) else [given])]
@@ -106,6 +113,38 @@ class MemberConfig:
         values = dataclasses.asdict(self)
         del values["device_map"], values["commit"], values["adapter_commit"]
         return {key: value for key, value in values.items() if value not in (None, [])}
+
+
+_RAY_AMOUNTS = ("num_cpus", "num_gpus", "memory")
+_RAY_OPTIONS = (*_RAY_AMOUNTS, "resources", "accelerator_type")
+"""Options of an actor that say where it may live. What it runs, and how long, is not for a saved ensemble to say."""
+
+
+def _checked_ray_options(given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ConfigurationError(
+            f"a member's `ray` has to be a dictionary of an actor's options, or None, but is {given!r:.200}."
+        )
+    if unknown := sorted(map(str, set(given).difference(_RAY_OPTIONS))):
+        raise ConfigurationError(
+            f"a member's `ray` has no option {unknown[0]!r}. Options: {', '.join(_RAY_OPTIONS)}. What belongs to all actors, "
+            "such as `runtime_env`, goes to `ray.init(...)`, which you call before."
+        )
+    amounts = {name: given[name] for name in _RAY_AMOUNTS if given.get(name) is not None}
+    resources = {} if given.get("resources") is None else given["resources"]
+    if not isinstance(resources, dict) or not all(isinstance(name, str) for name in resources):
+        raise ConfigurationError(
+            f"`resources` of a member's `ray` has to be a dictionary of amounts by name, but is {resources!r:.200}."
+        )
+    for name, amount in [*amounts.items(), *resources.items()]:
+        if not is_number(amount) or amount < 0:
+            raise ConfigurationError(
+                f"{name!r} of a member's `ray` has to be a number of at least 0, but is {amount!r:.200}."
+            )
+    kind = given.get("accelerator_type")
+    if kind is not None and not isinstance(kind, str):
+        raise ConfigurationError(f"`accelerator_type` of a member's `ray` has to be a name, but is {kind!r:.200}.")
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def last_part(path: str) -> str:

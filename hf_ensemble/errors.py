@@ -14,4 +14,11 @@ class ConfigurationError(EnsembleError, ValueError):
 
 
 class MemberError(EnsembleError, RuntimeError):
-    """A member failed while the ensemble was decoding: it raised, gave NaN, or ran out of positions."""
+    """A member failed while the ensemble was decoding: it raised, gave NaN, died, or ran out of positions.
+
+    Attributes:
+        written: What `generate` had written after each prompt when it failed: a text a row, of beams one a beam. Empty
+            where nothing was written by `generate`.
+    """
+
+    written: tuple[str, ...] = ()

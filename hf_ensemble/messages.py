@@ -3,10 +3,14 @@
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 
 import torch
 
 from .errors import ConfigurationError, MemberError
+
+_TAIL = 60
+"""Characters at the end of a text that an error shows."""
 
 _BETWEEN = {"hf_ensemble", "torch", "transformers", "functools", "contextlib"}
 """Packages whose lines stand between those of a user and of this one."""
@@ -38,6 +42,19 @@ def not_finite(name: str, dtype: torch.dtype, where: str) -> MemberError:
         torch.bfloat16: "Load it in float32",
     }.get(dtype, "Load it in bfloat16 or float32")
     return MemberError(f"member {name!r} gave NaN or infinite logits {where} (its dtype is {dtype}). {remedy}.")
+
+
+def written_so_far(texts: Sequence[str]) -> str:
+    """What an error adds about what was written before it.
+
+    Args:
+        texts: A text a row.
+    """
+    if not any(texts):
+        return "Nothing had been written."
+    tail = texts[0] if len(texts[0]) <= _TAIL else f"…{texts[0][-_TAIL:]}"
+    others = f" (row 0 of {len(texts)})" if len(texts) > 1 else ""
+    return f"Written so far{others}: {tail!r}."
 
 
 def nothing_left(method_name: str, where: str) -> MemberError:

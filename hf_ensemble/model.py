@@ -153,6 +153,40 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         """
         return self.tokenizer.apply_chat_template(conversation, **kwargs)
 
+    def restart_member(self, name: str) -> None:
+        """Bring back a member that lives elsewhere and has died: its actor is ended and started anew.
+
+        Calls that failed are not continued: what they had written is in their error's `written`.
+
+        Args:
+            name: The member's name.
+
+        Raises:
+            ConfigurationError: If there is no such member, it lives in this process, or what is loaded now is another
+                model.
+        """
+        found = {id(member): member for member in self._members if member.name == name}
+        if not found:
+            names = ", ".join(repr(member.name) for member in self._members)
+            raise ConfigurationError(f"there is no member {name!r} to restart. Members: {names}.")
+        for member in found.values():
+            member.restart()
+
+    def close(self) -> None:
+        """End what members have started elsewhere, such as Ray actors; they cannot run until they are restarted.
+
+        The same happens at the end of `with ensemble:`, when nothing refers to the ensemble any more, and when the
+        interpreter ends.
+        """
+        for member in self._members:
+            member.close()
+
+    def __enter__(self) -> "EnsembleForCausalLM":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
     # Being a model
 
     @property

@@ -76,7 +76,7 @@ class FarRows(CachedRows):
     def adopt(self, fork, rows):
         self.inner.adopt(fork.inner, rows)
 
-    def start_entries(self, texts, rows, count):
+    def start_entries(self, texts, rows, count, entry_ids):
         held = self.inner.cached
         logits = self.inner.forward(
             [text if row in rows or not held[row] else list(held[row]) for row, text in enumerate(texts)],

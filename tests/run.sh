@@ -53,13 +53,13 @@ oldest_environment() {
     make_environment .venvs/oldest $lower_bounds --group test
 }
 
-# What lm-eval brings makes every import slower: it has an environment of its own, on top of the newest.
-lm_eval_environment() {
-    local folder=.venvs/lm-eval where="import sysconfig; print(sysconfig.get_path('purelib'))"
+# What lm-eval brings makes every import slower, and Ray is large: each has an environment of its own, on top of the newest.
+extra_environment() {
+    local extra=$1 folder=.venvs/$1 where="import sysconfig; print(sysconfig.get_path('purelib'))"
     cmp -s .venvs/newest/made-for $folder/made-for && return
     bare_environment $folder || return 1
     echo "import site; site.addsitedir('$($newest/python -c "$where")')" >"$($folder/bin/python -c "$where")/newest.pth"
-    $folder/bin/python -m pip install -qq --disable-pip-version-check --no-compile "torch==2.13.0" --editable ".[lm-eval]" &&
+    $folder/bin/python -m pip install -qq --disable-pip-version-check --no-compile "torch==2.13.0" --editable ".[$extra]" &&
         cp .venvs/newest/made-for $folder
 }
 
@@ -90,7 +90,8 @@ mkdir -p .venvs
 $quick || background oldest oldest_environment
 stage "newest versions" make_environment .venvs/newest --group dev || exit 1
 if ! $quick; then
-    background lm-eval lm_eval_environment
+    background lm-eval extra_environment lm-eval
+    background ray extra_environment ray
     background mypy $newest/mypy
     stage "ruff format" $newest/ruff format --check .
     stage "ruff check" $newest/ruff check .
@@ -101,6 +102,8 @@ if ! $quick; then
     stage "oldest versions" result_of oldest || exit 1
     with_lm_eval=.venvs/lm-eval/bin
     stage "lm-eval" result_of lm-eval || with_lm_eval=$newest
+    with_ray=.venvs/ray/bin
+    stage "ray" result_of ray || with_ray=$newest
 fi
 
 without="not gpu"
@@ -119,7 +122,7 @@ export HF_HUB_OFFLINE=1
 # Several processes of one thread: threads that wait for one another are slow when anything else runs on the machine.
 export OMP_NUM_THREADS=1
 # Of a file's tests the later ones find what the earlier made; and that pytest collects logs costs each of thousands.
-unit=(-m pytest --quiet --ignore=tests/real --ignore=tests/test_lm_eval.py -p no:logging -n logical --maxprocesses 8 --dist loadfile -m)
+unit=(-m pytest --quiet --ignore=tests/real --ignore=tests/ray --ignore=tests/test_lm_eval.py -p no:logging -n logical --maxprocesses 8 --dist loadfile -m)
 real=(-m pytest --quiet tests/real -n logical --maxprocesses 2 --dist loadfile -m)
 tests "unit tests, newest" $newest/python "${unit[@]}" "$without and not real and not slow"
 if ! $quick; then
@@ -137,6 +140,8 @@ if ! $quick; then
         --ignore=tests/choosing --ignore=tests/test_{docs,examples,benchmarks,comparisons,mixing,pages}.py \
         --ignore=tests/answers/test_{chrf,options,record}.py "${few_of_oldest[@]}"
     tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not (unite or gemma or scripts)" "${few_real[@]}"
+    # One process: each starts its own nodes, and what is measured is whether processes end.
+    tests "ray, newest" $with_ray/python -m pytest --quiet tests/ray -p no:logging -m "$without"
     tests "real and lm-eval, newest" $with_lm_eval/python "${real[@]}" "$without" tests/test_lm_eval.py
 fi
 

@@ -94,6 +94,8 @@ class Call:
         draws: Draws what is sampled.
         ends: Takes at each step which rows the criteria have ended, of shape `(batch_size,)`; None where nobody asks.
         seed: Seed of the call, where its mode takes one; None for none.
+        prompt_length: Number of the primary's ids before the first new one, padding included.
+        written: All ids after the last complete step, of shape `(num_rows, length)`; None before the first.
     """
 
     kept: Kept
@@ -107,6 +109,8 @@ class Call:
     draws: Draws = field(default_factory=Draws)
     ends: list[Tensor] | None = None
     seed: int | None = None
+    prompt_length: int = 0
+    written: Tensor | None = None
 
     @property
     def members(self) -> Sequence[Member]:

@@ -73,6 +73,7 @@ class LiveRows:
             for index in self.states
             if method.num_entries is not None and members[index].sends_entries(needs_whole_rows)
         }
+        self._begun: dict[int, list[int]] = {}  # places of members whose step was started before the loop came to it
         self._best: dict[int, Entries] = {}
         self._normalizers: dict[int, Tensor | None] = {}
         self._silent_ids = silent_ids
@@ -135,10 +136,13 @@ class LiveRows:
         """The normalizers of members of which few entries travel."""
         return self._normalizers
 
-    def _start(self, index: int, places: Sequence[int]) -> None:
+    def _start(self, index: int, places: list[int]) -> None:
+        if self._begun.pop(index, None) == places:
+            return
         if index in self._sparse:
             assert self._method.num_entries is not None
-            self.states[index].start_entries(self._method.num_entries, places)
+            entry_ids = self._method.maps[index].entry_ids
+            self.states[index].start_entries(self._method.num_entries, places, entry_ids)
         else:
             self.states[index].start(rows=places)
 
@@ -196,8 +200,10 @@ class LiveRows:
         """
         for index, state in self.states.items():
             places = [place for place, row in enumerate(self.live) if is_needed[row][index]]
-            if index and places and state.is_captured:
-                state.start(rows=places)
+            is_begun_elsewhere = index == 0 and self.members[0].runs_in_loop
+            if places and not is_begun_elsewhere and state.caches.run_beside:
+                self._start(index, places)
+                self._begun[index] = places
 
     # Following the text
 

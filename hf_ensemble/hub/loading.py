@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,6 +23,8 @@ from ..config import EnsembleConfig, MemberConfig, MethodConfig, is_local
 from ..errors import ConfigurationError, VocabularyError
 from ..members.local import LocalMember
 from ..members.member import Member, refuse_missing_offers
+from ..members.ray.member import RayMember
+from .actors import check_placement, start_actor
 from .adapters import add_adapter
 from .finding import checked_member, read_source, source_options
 from .in_place import finish_writing
@@ -125,6 +127,8 @@ class Loading:
         dtype: Any = "auto",
         device_map: Any = None,
         tokenizers: Sequence[Any] | None = None,
+        placement: str | None = None,
+        allow_remote: bool = False,
         **kwargs: Any,
     ) -> Self:
         """Load an ensemble from its members, or as it was saved.
@@ -140,6 +144,8 @@ class Loading:
                 checkpoint says.
             device_map: Where the weights go, as in `transformers`: one value for all members, or a list.
             tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
+            placement: `"ray"`: every member runs in a Ray actor, also where its `MemberConfig` does not say so. Needs `ray`.
+            allow_remote: Whether a saved ensemble may start actors, as it says itself. Members that you list may.
             **kwargs: `revision` and `subfolder` of the ensemble; everything else (`token`, `cache_dir`, `max_memory` for
                 all members together, `attn_implementation`, …) is passed on to every member's loading.
 
@@ -169,10 +175,17 @@ class Loading:
         if is_saved and dtype is not None and dtype != "auto":
             for item in asked.members:
                 item.dtype = None
+        check_placement(asked.members, placement, is_saved and not allow_remote)
         found = [checked_member(number, item, hub) for number, item in enumerate(asked.members)]
         items = [item for item, _ in found]
         parts = _load_members(items, [own for _, own in found], dtype, device_map, tokenizers, kwargs)
-        ensemble = cls._of_parts(parts, items, asked.method, asked.weights)
+        try:
+            ensemble = cls._of_parts(parts, items, asked.method, asked.weights)
+        except BaseException:
+            for part in parts:
+                if isinstance(part, Member):
+                    part.close()
+            raise
         if isinstance(source, str):
             ensemble.name_or_path = ensemble.config.name_or_path = source
         if is_saved:
@@ -219,11 +232,11 @@ def _load_members(
         kwargs: Passed on to every member's loading.
 
     Returns:
-        Models and tokenizers.
+        Models and tokenizers; of actors the members.
 
     Raises:
-        ConfigurationError: If a list does not have one entry per member, the members do not fit into memory, or the
-            weights cannot be read.
+        ConfigurationError: If a list does not have one entry per member, the members do not fit into memory, the
+            weights cannot be read, or an actor cannot be had.
         VocabularyError: If a tokenizer is missing.
     """
     dtypes = _per_member("dtype", dtype, [item.dtype for item in items])
@@ -233,22 +246,64 @@ def _load_members(
     distinct: dict[str, tuple[MemberConfig, PreTrainedConfig, Any, Any, Any]] = {}
     for of_member in zip(items, configs, dtypes, device_maps, given, strict=True):
         item, _, own_dtype, own_map, tokenizer = of_member
-        source = dataclasses.replace(item, name=None, eos_token_id=[], chat_template=None, system_prompt=None)
+        source = item
+        if item.ray is None:  # what is in an actor is a whole member
+            source = dataclasses.replace(item, name=None, eos_token_id=[], chat_template=None, system_prompt=None)
         keys.append(repr((source, own_dtype, own_map, id(tokenizer))))
         distinct.setdefault(keys[-1], of_member)
+    # Actors load while the others do.
+    of_actors = {key: value for key, value in kwargs.items() if key != "max_memory"}  # which is for devices here
+    actors: dict[str, RayMember] = {}
+    try:
+        for key, (item, _, own_dtype, own_map, tokenizer) in distinct.items():
+            if item.ray is not None:
+                actors[key] = start_actor(item, own_map, load_member, own_dtype, tokenizer, of_actors)
+        loaded: dict[str, Part] = {**_load_here(distinct, kwargs), **actors}
+        for key, actor in actors.items():
+            item, _, _, _, tokenizer = distinct[key]
+            actor.finish(_load_tokenizer(item, tokenizer, of_actors), item.chat_template, item.system_prompt)
+    except BaseException:
+        for actor in actors.values():
+            actor.close()
+        raise
+    for item, tokenizer in zip(items, given, strict=True):
+        if tokenizer is not None:
+            item.tokenizer = getattr(tokenizer, "name_or_path", None) or str(tokenizer)
+    return [loaded[key] for key in keys]
+
+
+def _load_here(
+    distinct: Mapping[str, tuple[MemberConfig, PreTrainedConfig, Any, Any, Any]], kwargs: dict[str, Any]
+) -> dict[str, Part]:
+    """Load the models and tokenizers of members that run in this process; arguments as `_load_members` makes them."""
+    own = {key: of_member for key, of_member in distinct.items() if of_member[0].ray is None}
     max_memory = kwargs.get("max_memory")
-    check_memory([of_member[:-1] for of_member in distinct.values()], max_memory)
+    check_memory([of_member[:-1] for of_member in own.values()], max_memory)
     loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
-    for key, (item, _, own_dtype, own_map, tokenizer) in distinct.items():
+    for key, (item, _, own_dtype, own_map, tokenizer) in own.items():
         if max_memory is not None:
             left = remaining_memory(max_memory, [model for model, _ in loaded.values()])
             kwargs = {**kwargs, "max_memory": left}
         model = _load_model(item, own_dtype, own_map, kwargs)
         loaded[key] = model, _load_tokenizer(item, tokenizer, kwargs)
-    for item, tokenizer in zip(items, given, strict=True):
-        if tokenizer is not None:
-            item.tokenizer = getattr(tokenizer, "name_or_path", None) or str(tokenizer)
-    return [loaded[key] for key in keys]
+    return dict(loaded)
+
+
+def load_member(
+    item: MemberConfig, device_map: Any, dtype: Any, tokenizer: Any, kwargs: dict[str, Any]
+) -> LocalMember:
+    """Load a member into this process: the actor's, where that is called.
+
+    Args:
+        item: The member.
+        device_map: Where its weights go; None for nowhere in particular.
+        dtype: Their dtype; None or "auto" for the checkpoint's.
+        tokenizer: Its tokenizer, or the id or path of it; None for that beside the model.
+        kwargs: Other options of its loading.
+    """
+    model = _load_model(item, dtype, device_map, kwargs)
+    loaded = _load_tokenizer(item, tokenizer, kwargs)
+    return LocalMember(model, loaded, item.name, item.eos_token_id, item.chat_template, item.system_prompt)
 
 
 def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[str, Any]) -> PreTrainedModel:

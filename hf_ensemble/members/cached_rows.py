@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..vocabulary.context import num_common
-from .entries import Entries
+from .entries import Entries, EntryIds
 
 CACHE_MODES = ("static", "repack", "row_chunks", "row_tokens", "recompute")
 """How caches can follow a text, the fastest first; see `Member.cache_mode`."""
@@ -28,11 +28,13 @@ class CachedRows(ABC):
         cached: The ids of each row that are in its cache. Nothing else says how much of a text is cached: what a text
             has in common with them need not be computed again.
         can_be_cut: Whether rows roll back to any length without being read anew.
+        run_beside: Whether what is started runs beside the host, on a GPU or elsewhere.
         num_forwards: Number of forward passes that the last `forward` took.
     """
 
     mode: str
     can_be_cut = True
+    run_beside = False
     num_forwards = 1
 
     def __init__(self, num_rows: int):
@@ -73,13 +75,16 @@ class CachedRows(ABC):
 
     # Of members that send few entries in place of whole rows; others are never asked.
 
-    def start_entries(self, texts: Sequence[Sequence[int]], rows: Sequence[int], count: int) -> None:
+    def start_entries(
+        self, texts: Sequence[Sequence[int]], rows: Sequence[int], count: int, entry_ids: EntryIds
+    ) -> None:
         """Start to find the best entries after texts.
 
         Args:
             texts: The ids of each row.
             rows: Those of them that are wanted.
             count: Number of entries.
+            entry_ids: Which ids take part, and make an entry together.
         """
         raise NotImplementedError
 

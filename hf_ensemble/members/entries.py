@@ -5,6 +5,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..mixing import Duplicates
+
+
+@dataclass(frozen=True, eq=False)
+class EntryIds:
+    """Which ids of a member take part in a method, and which of them stand for the same entry.
+
+    Attributes:
+        mask: 0 for ids that take part and `-inf` for the others, of shape `(vocab_size,)`.
+        duplicates: Ids that stand for the same entry; EOS included.
+        eos_ids: Ids that end a text, of shape `(num_eos,)`.
+    """
+
+    mask: Tensor
+    duplicates: Duplicates
+    eos_ids: Tensor
+
 
 @dataclass(frozen=True)
 class Entries:

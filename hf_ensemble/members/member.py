@@ -1,11 +1,9 @@
 """What an ensemble sees of a member, whatever its kind."""
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,16 +11,12 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from .. import messages
 from ..chat.conversation import Conversation
-from ..chat.rendering import ChatRenderer
 from ..config import MethodConfig
 from ..errors import ConfigurationError, MemberError
 from ..offers import Offer
-from ..vocabulary.backend import without_dropout
 from ..vocabulary.context import MemberContext, Resync
-from ..vocabulary.encoding import ByteEncoder
-from ..vocabulary.rendered import RenderedEncoder
-from ..vocabulary.token_bytes import TokenBytes
 from .cached_rows import CachedRows
+from .tokenized import TokenizedMember
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class OwnAnswer:
     log_prob: float | None = None
 
 
-class Member(ABC):
+class Member(TokenizedMember, ABC):
     """A language model with its tokenizer, as an ensemble sees it.
 
     What differs between kinds of members (a model of this process, one with an encoder, one elsewhere) stands in a file a
@@ -87,30 +81,6 @@ class Member(ABC):
     model: Any = None
     config: PreTrainedConfig | None
     generation_config: GenerationConfig | None
-
-    def __init__(
-        self,
-        name: str,
-        tokenizer: PreTrainedTokenizerBase,
-        vocab_size: int,
-        eos_token_ids: Iterable[int],
-        chat_template: str | None = None,
-        system_prompt: str | None = None,
-    ):
-        self.name, self.tokenizer, self.vocab_size = name, tokenizer, vocab_size
-        self.eos_token_ids = self.ids_with_row(sorted(set(eos_token_ids)))
-        self.encoder = ByteEncoder(
-            tokenizer, TokenBytes(tokenizer, num_ids=vocab_size, end_ids=self.eos_token_ids, name=name)
-        )
-        token_bytes = self.encoder.token_bytes
-        self.renderer = ChatRenderer(
-            tokenizer,
-            RenderedEncoder(token_bytes.backend, token_bytes.control, token_bytes.num_ids),
-            name,
-            chat_template,
-            system_prompt,
-            self.encoder.replace_unwritable,
-        )
 
     # What it is
 
@@ -199,35 +169,6 @@ class Member(ABC):
         """
         return False
 
-    # Its ids
-
-    def is_control(self, member_id: int) -> bool:
-        """Whether an id is a control token of this member."""
-        return self.encoder.token_bytes.is_control(member_id)
-
-    def ids_with_row(self, ids: Iterable[int]) -> list[int]:
-        """Leave out ids that the model has no row for: nothing can write them, and as an index they would be wrong."""
-        return [i for i in ids if 0 <= i < self.vocab_size]
-
-    def encode(self, text: str, starts: bool = True) -> list[int]:
-        """Encode a text as a user of the tokenizer would, without dropout; control tokens that it spells are such.
-
-        Args:
-            text: The text.
-            starts: Whether what the tokenizer puts in front of a text (BOS) stands there.
-        """
-        ids: list[int] = self._tokenizer_without_dropout(text, add_special_tokens=starts)["input_ids"]
-        return ids
-
-    @cached_property
-    def _tokenizer_without_dropout(self) -> PreTrainedTokenizerBase:
-        backend = without_dropout(self.tokenizer.backend_tokenizer)
-        if backend is self.tokenizer.backend_tokenizer:
-            return self.tokenizer
-        twin = copy.copy(self.tokenizer)
-        twin._tokenizer = backend
-        return twin
-
     # What it reads and computes
 
     def read(self, prompt: RowPrompt, resync: Resync) -> MemberContext:
@@ -283,6 +224,22 @@ class Member(ABC):
             MemberError: If it fails.
         """
         return None
+
+    # Its life
+
+    def close(self) -> None:
+        """Give back what it holds outside of this process, without which it cannot run any more; here, nothing."""
+        return
+
+    def restart(self) -> None:
+        """Bring it back where it has died.
+
+        Raises:
+            ConfigurationError: If it lives in this process, or nothing here can start it.
+        """
+        raise ConfigurationError(
+            f"member {self.name!r} cannot be restarted: it is {self.kind}, which was not started from here."
+        )
 
     # What goes wrong
 

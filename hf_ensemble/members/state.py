@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .cached_rows import AHEAD, CachedRows
-from .entries import Entries
+from .entries import Entries, EntryIds
 from .member import Member
 
 
@@ -97,14 +97,15 @@ class MemberState:
 
     # Of members that send few entries in place of whole rows
 
-    def start_entries(self, count: int, rows: Sequence[int]) -> None:
+    def start_entries(self, count: int, rows: Sequence[int], entry_ids: EntryIds) -> None:
         """Start what `entries` waits for.
 
         Args:
             count: Number of best entries of each row.
             rows: Rows that are wanted.
+            entry_ids: Which ids take part, and make an entry together.
         """
-        self.caches.start_entries([context.ids for context in self.contexts], rows, count)
+        self.caches.start_entries([context.ids for context in self.contexts], rows, count, entry_ids)
         self.num_forwards += 1
 
     def entries(self) -> Entries:

@@ -37,6 +37,7 @@ class StaticRows(CachedRows):
     """
 
     mode = "static"
+    run_beside = True
 
     def __init__(self, pool: BufferPool, num_rows: int, num_expected: int):
         super().__init__(num_rows)

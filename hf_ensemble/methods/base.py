@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..members.cuda_graphs import Captured
+from ..members.entries import EntryIds
 from ..members.member import Member
 from ..mixing import Duplicates, log_normalizer, merge_duplicates
 from ..vocabulary.context import Resync
@@ -95,6 +96,11 @@ class MemberMaps:
         first_row = len(self.mask) if self.duplicates.ids.numel() else 0
         first = torch.where(self.first_id >= 0, self.first_id + first_row, -1)
         return torch.where(self.from_union >= 0, self.from_union, first)
+
+    @cached_property
+    def entry_ids(self) -> EntryIds:
+        """What a member has to know of the method to send its best entries."""
+        return EntryIds(self.mask, self.duplicates, self.eos_ids)
 
     def ids_read(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
         """The ids whose logits stand at places of `readable`, or are summed up there.

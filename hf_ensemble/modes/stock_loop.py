@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .. import messages
+from ..decoding.call import Call
 from ..decoding.loop import Loop
 from ..errors import ConfigurationError, MemberError
 from ..members.member import Member
@@ -107,6 +109,25 @@ class RecordedCriteriaList(StoppingCriteriaList):
         return done
 
 
+class WatchedCriteriaList(StoppingCriteriaList):
+    """Stopping criteria that know what has been written: every step that is complete passes here, whoever writes.
+
+    Args:
+        criteria: The criteria of the call.
+        call: The call, which is told.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, call: Call):
+        super().__init__(criteria)
+        self._criteria, self._call = criteria, call
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
+        """Say which rows have ended, of shape `(batch_size,)`."""
+        done: Any = self._criteria(input_ids, scores, **kwargs)
+        self._call.written = input_ids
+        return done
+
+
 class StockLoopHooks:
     """What `generate` asks of a model: of the primary, or of the call's mode.
 
@@ -152,9 +173,21 @@ class StockLoopHooks:
             output = super().generate(inputs, **kwargs)  # type: ignore[misc]
             if not isinstance(output, Tensor):
                 _running.get()[0].fill(output)
+        except MemberError as error:
+            self._add_written(error, mode.call)
+            raise
         finally:
             _running.reset(token)
         return output
+
+    def _add_written(self, error: MemberError, call: Call) -> None:
+        """Let an error say what was written before it; a call within the call has said so itself."""
+        if call.written is None or error.written:
+            return
+        token_bytes = self.primary_member.encoder.token_bytes
+        rows = call.written[:, call.prompt_length :].tolist()
+        error.written = tuple(token_bytes.write(ids).decode("utf-8", "replace") for ids in rows)
+        error.args = (f"{error} {messages.written_so_far(error.written)}",)
 
     def _get_logits_processor(self, generation_config: Any, **kwargs: Any) -> LogitsProcessorList:
         mode, prepared = _running.get()
@@ -165,6 +198,7 @@ class StockLoopHooks:
         mode.call.weights.expand(len(prompt_ids), copies)
         stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         mode.call.settings = generation_config
+        mode.call.prompt_length = prompt_ids.shape[1]
         mode = mode.for_processors(stock, len(prompt_ids) * copies)
         _running.set((mode, generation_config))
         mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
@@ -183,7 +217,7 @@ class StockLoopHooks:
             criteria = self._merge_criteria_processor_list(own, criteria)  # type: ignore[attr-defined]
         if mode is None:
             return criteria
-        criteria = mode.criteria(criteria)
+        criteria = WatchedCriteriaList(mode.criteria(criteria), mode.call)
         return criteria if mode.call.ends is None else RecordedCriteriaList(criteria, mode.call.ends)
 
     def _sample(

@@ -1,0 +1,56 @@
+"""Members that run in Ray actors: which they are, and how they are loaded there."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..config import MemberConfig, last_part
+from ..errors import ConfigurationError
+from ..members.ray.member import RayMember
+from .references import name_of
+
+_PLACEMENTS = (None, "ray")
+
+
+def check_placement(items: Sequence[MemberConfig], placement: Any, refuses_remote: bool) -> None:
+    """Take in where all members are to run, and refuse a saved ensemble that would start something by itself.
+
+    Args:
+        items: The members, changed in place.
+        placement: What `from_pretrained` was given.
+        refuses_remote: Whether members elsewhere are refused.
+
+    Raises:
+        ConfigurationError: If the placement is unknown, or a member runs elsewhere and may not.
+    """
+    if placement not in _PLACEMENTS:
+        raise ConfigurationError(f"`placement` has to be None or 'ray', but is {placement!r:.200}.")
+    for item in items:
+        if item.ray is not None and refuses_remote:
+            raise ConfigurationError(
+                f"member {name_of(item)!r} of this saved ensemble is to run in a Ray actor (`ray={item.ray}`). A saved "
+                "ensemble starts something elsewhere only if you say so: pass `allow_remote=True`."
+            )
+        if placement == "ray" and item.ray is None:
+            item.ray = {}
+
+
+def start_actor(item: MemberConfig, device_map: Any, load: Callable[..., Any], *arguments: Any) -> RayMember:
+    """Start the actor of a member, which begins to load it.
+
+    Args:
+        item: The member.
+        device_map: Where its weights go. None: onto the actor's GPUs, if it asks for any.
+        load: Called in the actor, with the member, its device map and the other arguments.
+        *arguments: These.
+
+    Raises:
+        ConfigurationError: If Ray cannot be had, or no node has what the actor asks for.
+    """
+    num_gpus = (item.ray or {}).get("num_gpus", 0)
+    if device_map is None and num_gpus:
+        device_map = 0 if num_gpus <= 1 else "auto"
+    name = item.name or last_part(str(item.path))
+    item = dataclasses.replace(item, name=name)
+    return RayMember(name, functools.partial(load, item, device_map, *arguments), item.ray or {})

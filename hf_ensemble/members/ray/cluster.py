@@ -1,0 +1,95 @@
+"""Ray itself: used as it runs, else started for as long as a member needs it."""
+
+import logging
+import signal
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import ConfigurationError
+
+_lock = threading.Lock()
+_users = 0
+"""Number of actors that live in a Ray of ours; 0 where Ray is not running or somebody else has started it."""
+
+
+def join(name: str) -> Any:
+    """Join the Ray that runs, or start one, and give the module.
+
+    A Ray that somebody else has started stays when we are through.
+
+    Args:
+        name: The member for which it is needed.
+
+    Returns:
+        `ray`, and whether `leave` has to be called.
+
+    Raises:
+        ConfigurationError: If Ray is not installed, or cannot be started.
+    """
+    global _users
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigurationError(
+            f'member {name!r} is to run in a Ray actor, but `ray` is not installed: `pip install "hf_ensemble[ray]"` or '
+            "`pip install ray`."
+        ) from error
+    with _lock:
+        if not ray.is_initialized():
+            _start(ray, name)
+            _users = 1
+            return ray, True
+        _users += _users > 0
+        return ray, _users > 0
+
+
+def _start(ray: Any, name: str) -> None:
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        # An address comes from the environment, or from a cluster that runs on this host; else a cluster is started.
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        raise ConfigurationError(
+            f"member {name!r} is to run in a Ray actor, but Ray cannot be started or joined: {error} Call `ray.init(...)` "
+            "yourself before."
+        ) from error
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def leave(ray: Any) -> None:
+    """Say that an actor of a Ray of ours has ended; after the last one Ray ends too."""
+    global _users
+    with _lock:
+        _users -= 1
+        if _users == 0 and ray.is_initialized():
+            ray.shutdown()
+
+
+def check_resources(ray: Any, name: str, options: Mapping[str, Any]) -> None:
+    """Refuse what no node of the cluster has, for which an actor would wait for ever.
+
+    Args:
+        ray: The module.
+        name: The member's name.
+        options: Options of its actor.
+
+    Raises:
+        ConfigurationError: Naming what is asked for, and what the nodes have.
+    """
+    asked = {**(options.get("resources") or {})}
+    for option, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU"), ("memory", "memory")):
+        if options.get(option):
+            asked[resource] = options[option]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(all(node.get(key, 0) >= amount for key, amount in asked.items()) for node in nodes):
+        return
+    kept = ("CPU", "GPU", "memory", *asked)
+    found = [{key: value for key, value in node.items() if key in kept} for node in nodes]
+    raise ConfigurationError(
+        f"member {name!r} asks for {asked}, which no node of the Ray cluster has: {found}. Start a node that has it (`ray "
+        "start --resources=...`), or change `MemberConfig(ray=...)`."
+    )

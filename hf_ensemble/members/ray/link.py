@@ -1,0 +1,174 @@
+"""The link to one actor: its life, the order of what it is told, how much that is, and what its failures mean."""
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ... import messages
+from ...errors import EnsembleError, MemberError
+from ..entries import EntryIds
+from . import cluster
+from .actor import Answer, Description, HeldMember, Move
+from .wire import PackedIds, payload
+
+_PATIENCE = 30.0
+"""Seconds after which a warning says that an actor is still waiting for a place."""
+
+_MOST_REASON = 300
+"""Characters of what Ray says of a failure that an error repeats."""
+
+
+@dataclass
+class Traffic:
+    """What has travelled since the link was made: numbers and texts, without what Ray wraps around them.
+
+    Attributes:
+        sent: Bytes to the actor.
+        received: Bytes from it.
+        trips: Calls that were waited for.
+    """
+
+    sent: int = 0
+    received: int = 0
+    trips: int = 0
+
+
+class ActorLink:
+    """An actor that holds one member, from its start to its end.
+
+    Changes of caches are kept back until something is asked, and travel with that.
+
+    Args:
+        name: The member's name.
+        load: Makes the member in the actor.
+        options: Options of the actor, as for Ray's `.options(...)`.
+
+    Attributes:
+        traffic: What has travelled.
+        moves: Changes of caches that the actor has not been told yet.
+        numbers: Numbers for caches.
+        address: Where the actor runs.
+
+    Raises:
+        ConfigurationError: If Ray cannot be had, or no node has what the actor asks for.
+    """
+
+    def __init__(self, name: str, load: Callable[[], Any], options: Mapping[str, Any]):
+        self.name = name
+        self.traffic = Traffic()
+        self.address = "not started yet"
+        self.moves: deque[Move] = deque()
+        self.numbers = itertools.count()
+        self._kinds: weakref.WeakKeyDictionary[EntryIds, int] = weakref.WeakKeyDictionary()
+        self._ray, is_ours = cluster.join(name)
+        try:
+            cluster.check_resources(self._ray, name, options)
+            self._actor = self._ray.remote(HeldMember).options(**options).remote(load)
+        except BaseException:
+            if is_ours:
+                cluster.leave(self._ray)
+            raise
+        self.close: Any = weakref.finalize(self, _end, self._ray, self._actor, is_ours)
+        self._is_there = self._actor.is_there.remote()
+        self._description = self._actor.load.remote()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the actor was ended from here."""
+        return not self.close.alive
+
+    def description(self) -> Description:
+        """Wait until the member is loaded, and describe it.
+
+        Raises:
+            EnsembleError: As loading it here would; a `MemberError` where the actor itself fails.
+        """
+        ready, _ = self._ray.wait([self._is_there], timeout=_PATIENCE)
+        if not ready:
+            messages.warn(
+                f"the actor of member {self.name!r} has been waiting for a place for {_PATIENCE:.0f} s. What is free in the "
+                f"Ray cluster: {self._ray.available_resources()}."
+            )
+        found: Description = self.wait(self._description)
+        self.address = found.address
+        return found
+
+    def kind_of(self, entry_ids: EntryIds) -> int:
+        """A number for what the actor has to know of a method; it learns it with what it is asked next."""
+        kind = self._kinds.get(entry_ids)
+        if kind is None:
+            kind = self._kinds[entry_ids] = next(self.numbers)
+            self.moves.append(("learn", kind, PackedIds.of(entry_ids)))
+            weakref.finalize(entry_ids, self.moves.append, ("unlearn", kind)).atexit = False
+        return kind
+
+    def start(self, what: str, *arguments: Any) -> Any:
+        """Ask the actor something, after all changes of caches that were kept back.
+
+        Args:
+            what: Name of a method of `HeldMember` that takes changes first.
+            *arguments: Its other arguments.
+
+        Returns:
+            What `wait` takes.
+        """
+        moves = [self.moves.popleft() for _ in range(len(self.moves))]
+        return self.ask(what, moves, *arguments)
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """Ask the actor something, whatever it was told."""
+        if self.is_closed:
+            raise MemberError(f"the actor of member {self.name!r} has been ended. {_remedy(self.name)}")
+        self.traffic.sent += payload(arguments)
+        try:
+            return getattr(self._actor, what).remote(*arguments)
+        except self._ray.exceptions.RayError as error:
+            raise self._failed(error) from error
+
+    def wait(self, asked: Any) -> Any:
+        """Wait for an answer.
+
+        Raises:
+            MemberError: If the actor has died or failed.
+        """
+        if self.is_closed:
+            raise MemberError(f"the actor of member {self.name!r} has been ended. {_remedy(self.name)}")
+        try:
+            answer = self._ray.get(asked)
+        except self._ray.exceptions.RayError as error:
+            raise self._failed(error) from error
+        self.traffic.trips += 1
+        if isinstance(answer, Answer):
+            for text in answer.warnings:
+                messages.warn(text)
+            answer = answer.value
+        self.traffic.received += payload(answer)
+        return answer
+
+    def _failed(self, error: Exception) -> EnsembleError:
+        exceptions = self._ray.exceptions
+        if isinstance(error, exceptions.RayTaskError):
+            cause = error.cause
+            if isinstance(cause, EnsembleError):
+                return type(cause)(*cause.args)
+            return MemberError(f"member {self.name!r} failed in its actor: {type(cause).__name__}: {cause}")
+        # Lines that are indented are numbers for Ray's own log.
+        lines = [line for line in str(error).splitlines() if line and not line.startswith((" ", "\t"))]
+        reason = " ".join(lines)[:_MOST_REASON]
+        return MemberError(
+            f"the actor of member {self.name!r} ({self.address}) is gone ({type(error).__name__}: {reason}). {_remedy(self.name)}"
+        )
+
+
+def _remedy(name: str) -> str:
+    return f"`ensemble.restart_member({name!r})` starts it anew."
+
+
+def _end(ray: Any, actor: Any, is_ours: bool) -> None:
+    if ray.is_initialized():
+        ray.kill(actor)
+    if is_ours:
+        cluster.leave(ray)

@@ -1,0 +1,126 @@
+"""What travels between an ensemble and an actor: compact arrays of numbers, and how many bytes of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...mixing import Duplicates
+from ..entries import EntryIds
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor as bytes of its own dtype, for which numpy need not have a name.
+
+    Attributes:
+        values: Its elements, flat.
+        dtype: Its dtype.
+        shape: Its shape.
+    """
+
+    values: NDArray[Any]
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Packed":
+        """Pack a tensor of any device."""
+        flat = tensor.detach().to("cpu").contiguous().flatten()
+        return cls(flat.view(torch.uint8).numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    def tensor(self) -> Tensor:
+        """The tensor, on the CPU, with memory of its own."""
+        # What comes through the object store is read-only, and stays there as long as somebody looks at it.
+        flat = torch.from_numpy(np.array(self.values))
+        return flat.view(getattr(torch, self.dtype)).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """How rows change: so many leading ids of each stay, and these follow. No id travels twice.
+
+    Attributes:
+        kept: For each row, how many leading ids stay, of shape `(num_rows,)`.
+        counts: For each row, how many ids follow, of the same shape.
+        new: They, row after row.
+        num_last: For each row, after how many last ids something is asked, of shape `(num_rows,)`; 0 where it waits.
+    """
+
+    kept: Ids
+    counts: Ids
+    new: Ids
+    num_last: Ids
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]], kept: Sequence[int], num_last: Sequence[int]) -> "Delta":
+        """Say what the texts have beyond the ids that are kept of each."""
+        new = [text[start:] for text, start in zip(texts, kept, strict=True)]
+        return cls(
+            ids_of(kept), ids_of(list(map(len, new))), ids_of([i for row in new for i in row]), ids_of(num_last)
+        )
+
+    def texts(self, held: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The texts, given what each row holds."""
+        ends = np.cumsum(self.counts)
+        starts = ends - self.counts
+        return [
+            [*row[:kept], *self.new[start:end].tolist()]
+            for row, kept, start, end in zip(held, self.kept.tolist(), starts.tolist(), ends.tolist(), strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class PackedIds:
+    """`EntryIds`, which travel once.
+
+    Attributes:
+        takes_part: A bit for each id.
+        num_ids: Number of ids.
+        duplicates: As in `EntryIds`: ids, canonical ids and positions.
+        eos_ids: As in `EntryIds`.
+    """
+
+    takes_part: NDArray[np.uint8]
+    num_ids: int
+    duplicates: tuple[Ids, Ids, Ids]
+    eos_ids: Ids
+
+    @classmethod
+    def of(cls, given: EntryIds) -> "PackedIds":
+        """Pack."""
+        takes_part = (given.mask == 0).cpu().numpy()
+        ids, canonical_ids, position = (part.cpu().numpy().astype(np.int32) for part in given.duplicates)
+        eos_ids = given.eos_ids.cpu().numpy().astype(np.int32)
+        return cls(np.packbits(takes_part), len(takes_part), (ids, canonical_ids, position), eos_ids)
+
+    def unpacked(self, device: torch.device) -> EntryIds:
+        """Unpack, onto a device."""
+        takes_part = torch.from_numpy(np.unpackbits(self.takes_part, count=self.num_ids)).to(device, torch.bool)
+        duplicates = Duplicates(*(torch.from_numpy(part.astype(np.int64)).to(device) for part in self.duplicates))
+        eos_ids = torch.from_numpy(self.eos_ids.astype(np.int64)).to(device)
+        return EntryIds(torch.where(takes_part, 0.0, -torch.inf), duplicates, eos_ids)
+
+
+def ids_of(values: Sequence[int]) -> Ids:
+    """Whole numbers as they travel."""
+    return np.array(values, dtype=np.int32)
+
+
+def payload(message: Any) -> int:
+    """How many bytes of numbers and texts a message holds, whatever wraps them on the way."""
+    if isinstance(message, np.ndarray):
+        return message.nbytes
+    if isinstance(message, (str, bytes)):
+        return len(message)
+    if isinstance(message, (list, tuple)):
+        return sum(map(payload, message))
+    if is_dataclass(message):
+        return sum(payload(getattr(message, field.name)) for field in fields(message))
+    return 0 if message is None else 8
