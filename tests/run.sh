@@ -126,12 +126,13 @@ unit=(-m pytest --quiet --ignore=tests/real --ignore=tests/ray --ignore=tests/te
 real=(-m pytest --quiet tests/real -n logical --maxprocesses 2 --dist loadfile -m)
 tests "unit tests, newest" $newest/python "${unit[@]}" "$without and not real and not slow"
 if ! $quick; then
-    few=() few_of_oldest=() few_real=()
+    few=() few_of_oldest=() few_real=() few_ray=
     if $ci; then
         few=(-k "not (contract_about or contract_holds)")
         few_of_oldest=(--ignore=tests/decoding --ignore=tests/recording --ignore=tests/scoring --ignore=tests/test_{contracts,member_comparison,span_lengths}.py
             --ignore=tests/cli/test_{command_line,command_line_docs,eval}.py --ignore=tests/answers/test_broken_once.py --ignore=tests/bug_bank/test_{g_numerics,h_devices,i_errors}.py)
         few_real=(--ignore=tests/real/test_{bug_bank,decisions}_real.py)
+        few_ray=" and not slow and not real"
     fi
     tests "slow tests, newest" $newest/python "${unit[@]}" "$without and not real and slow" "${few[@]}"
     # What is slow, other methods beside GaC and spans, and what no version of transformers changes, is the same on both.
@@ -141,7 +142,7 @@ if ! $quick; then
         --ignore=tests/answers/test_{chrf,options,record}.py "${few_of_oldest[@]}"
     tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not (unite or gemma or scripts)" "${few_real[@]}"
     # One process: each starts its own nodes, and what is measured is whether processes end.
-    tests "ray, newest" $with_ray/python -m pytest --quiet tests/ray -p no:logging -m "$without"
+    tests "ray, newest" $with_ray/python -m pytest --quiet tests/ray -p no:logging -m "$without$few_ray"
     tests "real and lm-eval, newest" $with_lm_eval/python "${real[@]}" "$without" tests/test_lm_eval.py
 fi
 
