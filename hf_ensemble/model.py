@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .chat.tokenizer import ensemble_tokenizer
+from .checking.findings import CheckReport
+from .checking.run import check_members
 from .config import EnsembleConfig, MethodConfig, check_positive_integer, method_config
 from .decoding.call import Call, Kept, end_ids, take_prompt
 from .decoding.refusals import refuse_for_ensembles, refuse_without_output
@@ -108,6 +110,19 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             ConfigurationError: If `text` has no words, or responses or prompts are missing or too many.
         """
         return compare_members(self, text, responses, prompts, max_new_tokens, batch_size, generate_options)
+
+    def check(self) -> CheckReport:
+        """Look for what is wrong with the members, before it shows in texts.
+
+        Every member's tokenizer (characters and spaces that it loses, dropout, tokens without a row, BOS, EOS), its chat
+        template (system turns that it drops, turns that do not end), and its model: training mode, NaN on a long text,
+        positions, how its steps run and why not faster; and members that are the same. Each model runs on a text of 1,024
+        tokens.
+
+        Returns:
+            The findings; printed, a text.
+        """
+        return check_members(self)
 
     @property
     def member_views(self) -> tuple[Member, ...]:

@@ -19,14 +19,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments. Default: those of the process.
 
     Returns:
-        The exit code: 0, 1 if something failed, 2 if the arguments make no sense, 130 after Ctrl-C.
+        The exit code: 0, 1 if something failed or a check found something, 2 if the arguments make no sense, 130 after Ctrl-C.
     """
     args = build_parser().parse_args(argv)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             # Only now, so that help and mistakes need no torch.
-            import_module(f".{args.command}", __package__).run(args)
+            code: int | None = import_module(f".{args.command}", __package__).run(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"hf-ensemble: error: {_one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
-    return 0
+    return code or 0
 
 
 def _one_line(error: Exception) -> str:

@@ -111,6 +111,15 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", metavar="FILE", help="text like those to be written, whose words are cut")
 
 
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    """Look for what is wrong with the members, before it shows in texts; exit code 1 if something is.
+
+    Examples:
+      hf-ensemble doctor --members model-a model-b
+      hf-ensemble doctor --members my-ensemble --json
+    """
+
+
 def _select(parser: argparse.ArgumentParser) -> None:
     """Choose the best candidate and those that come near.
 
@@ -315,6 +324,7 @@ _COMMANDS: tuple[tuple[Callable[[argparse.ArgumentParser], None], ...], ...] = (
     (_chat, _add_members, _add_method, _add_lengths, _add_sampling),
     (_compare, _add_prompts, _add_members, _add_method, _add_lengths, _add_output),
     (_inspect, _add_members, _add_output),
+    (_doctor, _add_members, _add_output),
     (_select, _add_members, _add_lengths, _add_output),
     (_eval, _add_members, _add_method),
     (_advise, _add_members, _add_output),

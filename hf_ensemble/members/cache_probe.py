@@ -65,6 +65,7 @@ def _first_that_works(
     member: MemberModel, tolerance: float, expected: Tensor, texts: Sequence[list[int]], new_rows: NewRows
 ) -> tuple[str, bool]:
     is_final = True
+    member.cache_obstacles.clear()
     for mode in CACHE_MODES[0 if member.device.type == "cuda" else 1 : -1]:
         try:
             distance = _distance(_logits_in_mode(mode, texts, new_rows), expected)
@@ -84,7 +85,8 @@ def _first_that_works(
             logger.info("member %r in cache mode %s: distance %.2g", member.name, mode, distance)
             if distance <= tolerance:
                 return mode, is_final
-            reason = "with a cache of fixed size it gives other logits"
+            reason = "with such a cache it gives other logits than without"
+        member.cache_obstacles[mode] = reason
         if mode == "static":
             member.warn_uncaptured(reason)
     if is_final:

@@ -26,6 +26,7 @@ class MemberModel:
     Attributes:
         vocab_size: Width of the model's logits.
         cache_keyword: What its forward calls the cache.
+        cache_obstacles: Why faster ways to keep its cache were not taken, by cache mode, once that was tried.
 
     Raises:
         ConfigurationError: If the model is no decoder-only causal language model.
@@ -57,6 +58,7 @@ class MemberModel:
                 "`from_pretrained`, or give `EnsembleForCausalLM.from_pretrained` its path."
             )
         self.vocab_size = self._width_of_head()
+        self.cache_obstacles: dict[str, str] = {}
         self._parameters = _forward_parameters(model)
         self.cache_keyword = next((key for key in _CACHE_KEYWORDS if key in self._parameters), _CACHE_KEYWORDS[0])
 

@@ -1,0 +1,126 @@
+"""Checks of a member's model: whether it computes what it should, how far it reads, and how fast it can follow a text."""
+
+from collections.abc import Iterator, Sequence
+
+from ..errors import EnsembleError
+from ..members.local import LocalMember
+from ..members.member import Member
+from ..members.state import MemberState, PlainContext
+from .findings import Finding
+
+_TEXT = "The committee met on Monday and agreed that the old bridge should be mended before the winter. "
+_LONG = 1024
+"""Ids of the text on which a model is tried."""
+
+_FAST = ("static", "repack")
+"""Cache modes in which all rows run together."""
+
+
+def check_model(member: Member) -> Iterator[Finding]:
+    """Look at a member's model, which runs once on a long text."""
+    name, model = member.name, member.model
+    if model is not None and model.training:
+        yield Finding(
+            name,
+            "training mode",
+            "its model is in training mode",
+            "Dropout, if it has any, draws other logits at every step.",
+            "Call the model's `eval()`.",
+        )
+    ids = member.encode(_TEXT * 100)[: min(_LONG, int(min(member.max_length, _LONG)))]
+    reason = ""
+    try:
+        logits = MemberState(member, [PlainContext(ids)]).logits().float()
+        if not bool(logits.logsumexp(-1).isfinite().all()):
+            reason = f"gives NaN or infinite logits (its dtype is {member.dtype})"
+    except EnsembleError as error:
+        reason = f"fails: {error}"
+    if reason:
+        yield Finding(
+            name,
+            "long text",
+            f"after {len(ids)} tokens it {reason}",
+            "The ensemble stops with an error as soon as this happens.",
+            "Load it in bfloat16 or float32. If it fails there too, its weights are damaged.",
+        )
+    elif isinstance(member, LocalMember):
+        yield from _check_steps(member)
+
+
+def _check_steps(member: LocalMember) -> Iterator[Finding]:
+    best = "static" if member.device.type == "cuda" else "repack"
+    mode = member.cache_mode
+    if mode in (best, "static"):
+        return
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in member.cache_obstacles.items())
+    slow = "All rows run together, but steps are no CUDA graphs, so they take longer."
+    yield Finding(
+        member.name,
+        "steps",
+        f"its cache mode is {mode!r}, not {best!r} ({reasons or 'set by hand'})",
+        slow if mode in _FAST else "Rows run one after the other, or are read again at every step.",
+        "Nothing is wrong with the texts. For speed, load it with another `attn_implementation` or `dtype`, or choose a model "
+        "of a common architecture.",
+    )
+
+
+def check_together(members: Sequence[Member]) -> Iterator[Finding]:
+    """Look at what members are to one another."""
+    lengths = [_context_length(member) for member in members]
+    for member in members:
+        others = [length for length, other in zip(lengths, members, strict=True) if other is not member and length]
+        if member.max_positions is not None and others and member.max_positions < min(others):
+            yield Finding(
+                member.name,
+                "positions",
+                f"it has learned positions for {member.max_positions} tokens, the others read {min(others)} or more",
+                "A row of all members ends, with a warning, where this one has no position left.",
+                "Keep prompt and answer shorter than that, or leave it out (`weights` 0) for longer ones.",
+            )
+    for n, member in enumerate(members):
+        same = next((other for other in members[:n] if other is member or _are_equal(other, member)), None)
+        if same is not None:
+            yield Finding(
+                member.name,
+                "equal members",
+                f"it is the same model with the same tokenizer as member {same.name!r}",
+                "It runs for nothing: both say the same, which only counts twice.",
+                "List it once, and give it a greater weight instead.",
+            )
+
+
+def weight_bytes(member: Member) -> int | None:
+    """Bytes of a member's weights in this process; None where they are elsewhere."""
+    if member.model is None:
+        return None
+    weights = {id(weight): weight for weight in (*member.model.parameters(), *member.model.buffers())}
+    size: int = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    return size
+
+
+def cache_bytes(member: Member, num_tokens: int) -> int | None:
+    """Bytes that a row's keys and values take at most; None where the configuration does not say."""
+    if member.config is None:
+        return None
+    config = member.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    if not (heads and layers and hidden):
+        return None
+    width = getattr(config, "head_dim", None) or hidden // heads
+    kept = getattr(config, "num_key_value_heads", None) or heads
+    num_values = int(2 * layers * kept * width * num_tokens)
+    return num_values * member.dtype.itemsize
+
+
+def _context_length(member: Member) -> int | None:
+    if member.config is None:
+        return member.max_positions
+    length: int | None = getattr(member.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return length
+
+
+def _are_equal(one: Member, other: Member) -> bool:
+    if one.model is None or other.model is None or one.num_parameters != other.num_parameters:
+        return False
+    return bool(one.description() == other.description())
