@@ -1,16 +1,13 @@
 """Several causal language models, with different tokenizers, that decode together as one Hugging Face model."""
 
+import importlib
 import sys
 from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 
-_name = PurePath(*sys.argv[:1]).name
-_is_command = _name in ("hf-ensemble", "hf-ensemble.exe") or (_name == "-m" and "hf_ensemble.cli" in sys.orig_argv)
-
-# The command `hf-ensemble` imports what it runs by itself, so that its help needs no torch. In every other process the
-# names are here, and the model type is registered.
-if not _is_command:
+if TYPE_CHECKING:
     from .advising import Advice, advise
     from .answers import FuseConfig, MbrConfig, RerankConfig, VoteConfig
     from .answers.fusers import Fuser
@@ -34,6 +31,55 @@ if not _is_command:
     from .scoring.likelihoods import Likelihoods, Scores
     from .vocabulary.anchors import AnchorTokens
     from .vocabulary.union import UnionVocabulary
+
+_SOURCES = {
+    ".advising": ("Advice", "advise"),
+    ".answers": ("FuseConfig", "MbrConfig", "RerankConfig", "VoteConfig"),
+    ".answers.fusers": ("Fuser",),
+    ".answers.judges": ("PairRanker", "RewardModel"),
+    ".answers.record": ("Answer", "Answers", "AnswerWriter"),
+    ".choosing.prompt_weights": ("packllm_weights", "weights_from_scores"),
+    ".choosing.selection": ("select_members",),
+    ".choosing.tuning": ("tune_method",),
+    ".config": ("EnsembleConfig", "MemberConfig"),
+    ".decoding.ensemble_processor": ("EnsembleLogitsProcessor",),
+    ".decoding.spans.decoder": ("SpanDecoderOutput",),
+    ".decoding.spans.stopping_criteria": ("SpanStoppingCriteria",),
+    ".decoding.speculation.stats": ("SpeculationRound", "SpeculationStats"),
+    ".errors": ("ConfigurationError", "EnsembleError", "MemberError", "VocabularyError"),
+    ".methods": ("DeepenConfig", "EvaConfig", "GacConfig", "MinedConfig", "SweetSpanConfig", "UniteConfig"),
+    ".model": ("EnsembleForCausalLM",),
+    ".modes.answers": ("AnswersOutput",),
+    ".recording.decision": ("Decision", "MemberDecision"),
+    ".recording.decisions": ("Decisions",),
+    ".recording.spans": ("SpanCandidate", "SpanRound"),
+    ".scoring.likelihoods": ("Likelihoods", "Scores"),
+    ".vocabulary.anchors": ("AnchorTokens",),
+    ".vocabulary.union": ("UnionVocabulary",),
+}
+"""Where the public names are. A name is imported when it is first asked for: what is behind them takes seconds."""
+
+_MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_name = PurePath(*sys.argv[:1]).name
+_is_command = _name in ("hf-ensemble", "hf-ensemble.exe") or (_name == "-m" and "hf_ensemble.cli" in sys.orig_argv)
+
+# The command `hf-ensemble` imports what it runs by itself, so that its help needs no torch. In every other process the
+# model type is registered.
+if not _is_command:
+    from . import registration as registration
 
 __all__ = [
     "Advice",

@@ -440,5 +440,5 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         return Call(self._kept, config, step_weights)
 
 
-AutoConfig.register(EnsembleConfig.model_type, EnsembleConfig)
-AutoModelForCausalLM.register(EnsembleConfig, EnsembleForCausalLM)
+AutoConfig.register(EnsembleConfig.model_type, EnsembleConfig, exist_ok=True)
+AutoModelForCausalLM.register(EnsembleConfig, EnsembleForCausalLM, exist_ok=True)

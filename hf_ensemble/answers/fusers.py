@@ -3,7 +3,7 @@
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -20,6 +19,10 @@ from ..errors import ConfigurationError
 from ..members.state import padded_left
 from .base import Turns
 from .loaded import ModelSource, Reader, in_batches, learned_positions, padded_right, text_of
+
+if TYPE_CHECKING:
+    # It takes most of a second to import, which nobody has to wait for who loads no judge.
+    from transformers import PreTrainedModel
 
 TEMPLATE = (
     "Below are a conversation and several answers to it, each written by another assistant. Some may be wrong or "
@@ -124,7 +127,7 @@ class LoadedFuser:
         ConfigurationError: If it shall read the format of GenFuser, but lacks its tokens.
     """
 
-    def __init__(self, source: Fuser, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, source: Fuser, model: "PreTrainedModel", tokenizer: PreTrainedTokenizerBase):
         self._source, self._tokenizer = source, tokenizer
         self._model: Any = model
         self._reader = Reader(tokenizer, model, source.name)

@@ -6,16 +6,20 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from ..config import check_option, check_positive_integer
 from ..errors import ConfigurationError
 from .base import Turns
 from .loaded import ModelSource, Reader, in_batches, learned_positions, padded_right, text_of, told_length
+
+if TYPE_CHECKING:
+    # It takes most of a second to import, which nobody has to wait for who loads no judge.
+    from transformers import PreTrainedModel
 
 _MAX_SOURCE_LENGTH = 1224
 """Ids of a source that PairRM was trained to read, as published."""
@@ -108,7 +112,7 @@ class LoadedRewardModel(LoadedJudge):
         ConfigurationError: If `max_length` is more than it has positions.
     """
 
-    def __init__(self, source: RewardModel, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, source: RewardModel, model: "PreTrainedModel", tokenizer: PreTrainedTokenizerBase):
         self._source, self._model, self._tokenizer = source, model, tokenizer
         self._reader = Reader(tokenizer, model, source.name, source.chat_template)
         self._frame = self._reader.frame(2)
@@ -266,7 +270,7 @@ class LoadedPairRanker(LoadedJudge):
         ConfigurationError: If the tokenizer lacks a prefix token.
     """
 
-    def __init__(self, source: PairRanker, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, source: PairRanker, model: "PreTrainedModel", tokenizer: PreTrainedTokenizerBase):
         self._source, self._model = source, model
         ids = [getattr(model.config, name) for name in _PREFIXES]
         self._reader = Reader(tokenizer, model, source.name, control=ids)
@@ -421,7 +425,7 @@ def judge_of(saved: dict[str, Any]) -> Judge:
     return kinds[kind].from_dict(saved)
 
 
-def _check_finite(value: float, source: ModelSource, model: PreTrainedModel) -> None:
+def _check_finite(value: float, source: ModelSource, model: "PreTrainedModel") -> None:
     """Refuse a score that cannot be compared.
 
     Raises:

@@ -4,11 +4,11 @@ import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from typing_extensions import Self
 
 from ..chat.conversation import Conversation
@@ -18,6 +18,10 @@ from ..errors import ConfigurationError
 from ..vocabulary.backend import bare_view, fast_backend
 from ..vocabulary.rendered import RenderedEncoder
 from .base import Turns
+
+if TYPE_CHECKING:
+    # It takes most of a second to import, which nobody has to wait for who loads no judge.
+    from transformers import PreTrainedModel
 
 _POSITION_TABLES = {"position_embeddings", "position_embedding", "embed_positions", "wpe"}
 _SANE_LENGTH = 10**9
@@ -136,7 +140,7 @@ class ModelSource:
             raise ConfigurationError(f"{self.name} has no tokenizer that writes text. Save it beside the model.")
         return tokenizer
 
-    def load_model(self, model_class: Any, refuses_unexpected: bool = False) -> PreTrainedModel:
+    def load_model(self, model_class: Any, refuses_unexpected: bool = False) -> "PreTrainedModel":
         """Load the model for inference.
 
         Args:
@@ -223,7 +227,7 @@ class Reader:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         name: str,
         chat_template: str | None = None,
         control: Collection[int] = (),
@@ -314,7 +318,7 @@ def text_of(turn: dict[str, Any]) -> str:
     return content or ""
 
 
-def learned_positions(model: PreTrainedModel) -> int | None:
+def learned_positions(model: "PreTrainedModel") -> int | None:
     """How many ids fit a model's learned position embeddings; None where nothing breaks beyond a length."""
     sizes = []
     for name, module in model.named_modules():
