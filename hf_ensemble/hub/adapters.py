@@ -4,18 +4,29 @@ import copy
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import MemberConfig, last_part
 from ..errors import ConfigurationError
+from ..members.adapted import (
+    active_adapters,
+    base_model,
+    plain_weights,
+    put_weights,
+    restore_trained,
+    states_of_weights,
+    trained_weights,
+    twin_of,
+    wrapped_modules,
+)
 from .references import Place, check_place, name_of
 
 _CONFIG_FILE = "adapter_config.json"
@@ -108,7 +119,48 @@ def _checked_config(item: MemberConfig, file: str) -> dict[str, Any]:
     return config
 
 
+def check_adapters(models: Sequence[Any]) -> None:
+    """Refuse loaded models of which nobody can tell which adapter is meant.
+
+    Args:
+        models: All members' models.
+
+    Raises:
+        ConfigurationError: If a model in which several adapters stand is listed more than once, or one model is listed as
+            `peft` wraps it and without that, or as two wrappers.
+    """
+    firsts: dict[int, Any] = {}
+    for model in models:
+        base = base_model(model)
+        adapters = list(getattr(base, "peft_config", None) or ())
+        first = firsts.get(id(base))
+        firsts[id(base)] = model
+        if adapters and first is not None and (first is not model or len(adapters) > 1):
+            raise ConfigurationError(
+                f"`models` lists one model in which adapters stand ({', '.join(adapters)}) more than once, and nothing says "
+                "which is meant where: all would be what is active now. Let each be loaded as a member, which shares the "
+                "model's weights too: `from_pretrained([MemberConfig(path=<the model>, adapter=<the adapter>), ...])`."
+            )
+
+
 # Loading
+
+
+def can_share(item: MemberConfig, hub: Mapping[str, Any]) -> bool:
+    """Whether a member's model may be other members' too: where its adapter, if any, leaves the model's weights alone.
+
+    Args:
+        item: The member, its adapter apart from its model.
+        hub: Options of Hub access.
+    """
+    if item.adapter is None:
+        return True
+    place = Place.of_adapter(item)
+    config = json.loads(Path(place.file(_CONFIG_FILE, hub) or "").read_text("utf-8"))
+    # PiSSA and its like take something out of the model first. The stock loader puts an adapter that lies beside a
+    # model into it at once.
+    keeps_weights = not isinstance(config.get("init_lora_weights"), str) or config["init_lora_weights"] == "gaussian"
+    return keeps_weights and place != Place.of_model(item)
 
 
 def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, Any]) -> None:
@@ -157,30 +209,50 @@ def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, An
     model.eval()
 
 
+def with_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, Any]) -> PreTrainedModel:
+    """A model with a member's adapter, whose own weights are another's: that has no adapter, and stays as it is.
+
+    Args:
+        model: The other.
+        item: The member.
+        hub: Options of Hub access.
+
+    Raises:
+        ConfigurationError: If the adapter cannot be read, does not fit, or changes the model's own weights.
+    """
+    flags, before = trained_weights(model), states_of_weights(model)
+    twin: PreTrainedModel = twin_of(model)
+    # Some adapters come with weights of the model, such as embeddings of new tokens. Mostly they are what it has.
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    brought = {id(weights[name]): weights[name] for name in _names_in(item, hub) if name in weights}
+    own = {old: nn.Parameter(weight.detach().clone(), requires_grad=False) for old, weight in brought.items()}
+    put_weights(twin, own)
+    add_adapter(twin, item, hub)
+    put_weights(twin, {id(new): brought[old] for old, new in own.items() if torch.equal(new, brought[old])})
+    restore_trained(flags)
+    if states_of_weights(model) != before:
+        raise ConfigurationError(
+            f"the adapter {item.adapter!r} of member {name_of(item)!r} changes weights of the model itself, which other "
+            "members use too. Merge it into a model of its own."
+        )
+    return twin
+
+
+def _names_in(item: MemberConfig, hub: Mapping[str, Any]) -> list[str]:
+    """What weights in an adapter's file are called without adapters, those that a model may have among them."""
+    file = Place.of_adapter(item).file(_WEIGHTS_FILE, hub)
+    if file is None:
+        return []
+    with safe_open(file, "pt") as weights:
+        return [key.removeprefix(_PREFIX).replace(".base_layer.", ".") for key in weights.keys()]  # noqa: SIM118
+
+
 def _is_kept(file: str) -> bool:
     with safe_open(file, "pt") as weights:
         return _KEPT_DTYPE in (weights.metadata() or {})
 
 
 # Writing
-
-
-def base_model(model: Any) -> Any:
-    """A model without what `torch.compile` and `peft` wrap around it; adapters stay in its modules."""
-    model = getattr(model, "_orig_mod", model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def active_adapters(model: Any) -> list[str]:
-    """Names of the adapters that act in a model."""
-    configs = getattr(model, "peft_config", None) or {}
-    if any(config.is_prompt_learning for config in configs.values()):
-        return list(configs)
-    names: set[str] = set()
-    for module in _wrapped_modules(model).values() if configs else ():
-        if not module.disable_adapters:
-            names.update(module.active_adapters)
-    return sorted(names)
 
 
 def obstacle_to_writing(model: Any) -> str | None:
@@ -194,7 +266,7 @@ def obstacle_to_writing(model: Any) -> str | None:
         return "carries learned prompts, which are no weights of the model. Use LoRA or its like"
     if len(names) > 1:
         return f"has {len(names)} active adapters ({', '.join(names)}). Merge them into it, or activate one"
-    if any(getattr(module, "merged", False) for module in _wrapped_modules(base).values()):
+    if any(getattr(module, "merged", False) for module in wrapped_modules(base).values()):
         return "has adapters that are merged for the time being. Unmerge them, or merge and unload them"
     if getattr(base, "hf_quantizer", None) is not None or any(p.device.type == "meta" for p in base.parameters()):
         return (
@@ -207,9 +279,7 @@ def weights_without_adapters(base: PreTrainedModel) -> dict[str, Tensor] | None:
     """The weights that a model has without its adapters, by the names they have then; None if it carries none."""
     if not getattr(base, "peft_config", None):
         return None
-    wrapped = _wrapped_modules(base)
-    named = {_plain_key(key, wrapped): weight for key, weight in base.state_dict().items()}
-    return {key: weight for key, weight in named.items() if key is not None}
+    return plain_weights(base, base.state_dict())
 
 
 def write_adapter(base: Any, folder: Path) -> None:
@@ -222,7 +292,7 @@ def write_adapter(base: Any, folder: Path) -> None:
     for name in active_adapters(base):
         import peft
 
-        folder.mkdir()
+        folder.mkdir(parents=True)
         config = copy.deepcopy(base.peft_config[name])
         # It may be a path of this machine, and the member says it anyway.
         config.base_model_name_or_path = None
@@ -237,23 +307,3 @@ def write_adapter(base: Any, folder: Path) -> None:
             folder / _WEIGHTS_FILE,
             metadata={"format": "pt", _KEPT_DTYPE: "yes"},
         )
-
-
-def _wrapped_modules(model: Any) -> dict[str, Any]:
-    """The modules that `peft` put around others, by name."""
-    import peft
-
-    kinds = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-
-
-def _plain_key(key: str, wrapped: Mapping[str, Any]) -> str | None:
-    """The name that a weight has without adapters; None if it is an adapter's."""
-    parts = key.split(".")
-    kept = []
-    for n, part in enumerate(parts):
-        if ".".join(parts[:n]) not in wrapped:
-            kept.append(part)
-        elif part not in ("base_layer", "original_module", "token_adapter"):
-            return None
-    return ".".join(kept)

@@ -4,13 +4,11 @@ import contextlib
 import copy
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -20,16 +18,17 @@ from typing_extensions import Self
 
 from .. import messages
 from ..config import EnsembleConfig, MemberConfig, MethodConfig, is_local
-from ..errors import ConfigurationError, VocabularyError
+from ..errors import ConfigurationError
 from ..members.local import LocalMember
 from ..members.member import Member, refuse_missing_offers
 from ..members.ray.member import RayMember
+from ..members.shared_weights import join_members
 from .actors import check_placement, start_actor
-from .adapters import add_adapter
-from .finding import checked_member, read_source, source_options
+from .adapters import check_adapters
+from .finding import checked_member, read_source
 from .in_place import finish_writing
-from .placement import check_memory, remaining_memory
-from .references import HUB_OPTIONS, Place, check_token, name_of, whole_path, with_paths
+from .local_models import Listed, hub_options, load_member, load_models, load_tokenizer
+from .references import Place, check_token, whole_path, with_paths
 
 Part: TypeAlias = tuple[PreTrainedModel, PreTrainedTokenizerBase] | Member
 """What has been loaded for a member: its model and tokenizer, or the member itself where that is elsewhere."""
@@ -101,8 +100,9 @@ class Loading:
             primary_config=copy.deepcopy(first.config if isinstance(first, Member) else first[0].config),
         )
         config.method.check_members(len(parts))
-        known: dict[Any, Member] = {}
-        members = []
+        check_adapters([part[0] for part in parts if not isinstance(part, Member)])
+        known: dict[Any, LocalMember] = {}
+        members: list[Member] = []
         for part, item in zip(parts, config.members, strict=True):
             if isinstance(part, Member):
                 members.append(part)
@@ -113,6 +113,7 @@ class Loading:
             if key not in known:
                 known[key] = LocalMember(model, tokenizer, *options)
             members.append(known[key])
+        join_members(list(known.values()))
         refuse_missing_offers(members, config.method, range(len(members)))
         return cls(config, members)  # type: ignore[call-arg]
 
@@ -157,7 +158,7 @@ class Loading:
             raise ConfigurationError(f"an ensemble takes no positional model arguments, but got {len(model_args)}.")
         kwargs.pop("adapter_kwargs", None)
         dtype = kwargs.pop("torch_dtype", dtype)
-        hub = _hub_options(kwargs)
+        hub = hub_options(kwargs)
         check_token(hub.get("token"))
         source, located = pretrained_model_name_or_path, dict[str, Any]()
         if isinstance(source, (str, os.PathLike)):
@@ -243,7 +244,7 @@ def _load_members(
     device_maps = _per_member("device_map", device_map, [item.device_map for item in items])
     given = _per_member("tokenizers", None if tokenizers is None else list(tokenizers), [None] * len(items))
     keys = []
-    distinct: dict[str, tuple[MemberConfig, PreTrainedConfig, Any, Any, Any]] = {}
+    distinct: dict[str, Listed] = {}
     for of_member in zip(items, configs, dtypes, device_maps, given, strict=True):
         item, _, own_dtype, own_map, tokenizer = of_member
         source = item
@@ -258,10 +259,11 @@ def _load_members(
         for key, (item, _, own_dtype, own_map, tokenizer) in distinct.items():
             if item.ray is not None:
                 actors[key] = start_actor(item, own_map, load_member, own_dtype, tokenizer, of_actors)
-        loaded: dict[str, Part] = {**_load_here(distinct, kwargs), **actors}
+        own = {key: of_member for key, of_member in distinct.items() if of_member[0].ray is None}
+        loaded: dict[str, Part] = {**load_models(own, kwargs), **actors}
         for key, actor in actors.items():
             item, _, _, _, tokenizer = distinct[key]
-            actor.finish(_load_tokenizer(item, tokenizer, of_actors), item.chat_template, item.system_prompt)
+            actor.finish(load_tokenizer(item, tokenizer, of_actors), item.chat_template, item.system_prompt)
     except BaseException:
         for actor in actors.values():
             actor.close()
@@ -272,80 +274,6 @@ def _load_members(
     return [loaded[key] for key in keys]
 
 
-def _load_here(
-    distinct: Mapping[str, tuple[MemberConfig, PreTrainedConfig, Any, Any, Any]], kwargs: dict[str, Any]
-) -> dict[str, Part]:
-    """Load the models and tokenizers of members that run in this process; arguments as `_load_members` makes them."""
-    own = {key: of_member for key, of_member in distinct.items() if of_member[0].ray is None}
-    max_memory = kwargs.get("max_memory")
-    check_memory([of_member[:-1] for of_member in own.values()], max_memory)
-    loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
-    for key, (item, _, own_dtype, own_map, tokenizer) in own.items():
-        if max_memory is not None:
-            left = remaining_memory(max_memory, [model for model, _ in loaded.values()])
-            kwargs = {**kwargs, "max_memory": left}
-        model = _load_model(item, own_dtype, own_map, kwargs)
-        loaded[key] = model, _load_tokenizer(item, tokenizer, kwargs)
-    return dict(loaded)
-
-
-def load_member(
-    item: MemberConfig, device_map: Any, dtype: Any, tokenizer: Any, kwargs: dict[str, Any]
-) -> LocalMember:
-    """Load a member into this process: the actor's, where that is called.
-
-    Args:
-        item: The member.
-        device_map: Where its weights go; None for nowhere in particular.
-        dtype: Their dtype; None or "auto" for the checkpoint's.
-        tokenizer: Its tokenizer, or the id or path of it; None for that beside the model.
-        kwargs: Other options of its loading.
-    """
-    model = _load_model(item, dtype, device_map, kwargs)
-    loaded = _load_tokenizer(item, tokenizer, kwargs)
-    return LocalMember(model, loaded, item.name, item.eos_token_id, item.chat_template, item.system_prompt)
-
-
-def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
-    hub = _hub_options(kwargs)
-    # The stock loader looks for an adapter beside the model, by these options only.
-    options = {**source_options(item), **kwargs, "dtype": "auto" if dtype is None else dtype, "adapter_kwargs": hub}
-    if device_map is not None:
-        options["device_map"] = device_map
-    if item.gguf_file is None:
-        options["use_safetensors"] = True
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(item.path), **options)
-    except (OSError, ValueError, ImportError, AttributeError) as error:  # the last for a dtype that torch has not
-        raise ConfigurationError(f"member {name_of(item)!r} cannot be loaded: {error}") from error
-    if item.adapter is not None:
-        add_adapter(model, item, hub)
-    return model
-
-
-def _load_tokenizer(item: MemberConfig, given: Any, kwargs: dict[str, Any]) -> PreTrainedTokenizerBase:
-    if isinstance(given, PreTrainedTokenizerBase):
-        return given
-    hub = _hub_options(kwargs)
-    source = given or item.tokenizer
-    options: dict[str, Any] = {}
-    if source is None:
-        # What an adapter was trained with lies beside it.
-        beside = Place.of_adapter(item)
-        is_beside = item.adapter is not None and beside.file("tokenizer_config.json", hub) is not None
-        source, options = (beside.path, beside.options) if is_beside else (item.path, source_options(item))
-    remedy = "Set `MemberConfig(tokenizer=...)`, or pass `tokenizers=[...]` with one per member."
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options, **hub)
-    except Exception as error:
-        raise VocabularyError(
-            f"member {name_of(item)!r} has no tokenizer that can be loaded: {error} {remedy}"
-        ) from error
-    if len(tokenizer) == 0:
-        raise VocabularyError(f"member {name_of(item)!r} has an empty tokenizer. {remedy}")
-    return tokenizer
-
-
 def _per_member(name: str, value: Any, own: Sequence[Any]) -> list[Any]:
     """An option for each member: as a list says, else as the member says itself, else as is said for all."""
     if not isinstance(value, (list, tuple)):
@@ -353,7 +281,3 @@ def _per_member(name: str, value: Any, own: Sequence[Any]) -> list[Any]:
     if len(value) != len(own):
         raise messages.wrong_count(name, len(value), len(own))
     return list(value)
-
-
-def _hub_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: options[key] for key in HUB_OPTIONS if key in options}

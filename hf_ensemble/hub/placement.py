@@ -76,11 +76,11 @@ def remaining_memory(max_memory: Mapping[Any, Any], models: Sequence[PreTrainedM
         Bytes by device.
     """
     left = free_memory(max_memory)
-    for model in models:
-        for tensor in model.parameters():
-            key = _key(tensor.device)
-            if key in left:
-                left[key] = max(0, left[key] - tensor.numel() * tensor.element_size())
+    # Members may share weights.
+    for tensor in {id(weight): weight for model in models for weight in model.parameters()}.values():
+        key = _key(tensor.device)
+        if key in left:
+            left[key] = max(0, left[key] - tensor.numel() * tensor.element_size())
     return left
 
 

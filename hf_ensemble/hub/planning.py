@@ -3,9 +3,10 @@
 import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,29 @@ from transformers import GenerationConfig
 
 from ..config import EnsembleConfig, MemberConfig, check_on_hub, normalize_weights, paths_of
 from ..errors import ConfigurationError
+from ..members.adapted import active_adapters, base_model, identity_of_weights
 from ..members.member import Member
-from .adapters import active_adapters, base_model, obstacle_to_writing
+from .adapters import obstacle_to_writing
 from .in_place import BUNDLE
 from .references import Place, saved_path, with_paths
 
 ADAPTER_FOLDER = "adapter"
 """Folder of a bundled member's adapter, within the member's."""
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """A member to write.
+
+    Attributes:
+        member: The member.
+        with_model: Whether its model is written; else only its adapter, since another's model is the same.
+        with_tokenizer: Whether its tokenizer is written; else the other's is the same.
+    """
+
+    member: Member
+    with_model: bool = True
+    with_tokenizer: bool = True
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,7 @@ class SavePlan:
 
     ensemble: Any
     config: EnsembleConfig
-    bundled: dict[str, Member] = field(default_factory=dict)
+    bundled: dict[str, Bundled] = field(default_factory=dict)
 
 
 def plan_save(ensemble: Any, include_members: bool, folder: Path) -> SavePlan:
@@ -126,25 +143,41 @@ def _plan_references(ensemble: Any, reference: Callable[[MemberConfig, Member], 
 
 
 def _plan_bundle(ensemble: Any) -> SavePlan:
-    """Every distinct pair of model and tokenizer once, in a folder named after the member."""
-    places: dict[tuple[int, int], str] = {}
-    bundled: dict[str, Member] = {}
+    """Every distinct pair of model and tokenizer once, in a folder named after the member; adapters share their model."""
+    places: dict[tuple[int, int], tuple[str, str]] = {}
+    bundled: dict[str, Bundled] = {}
+    of_weights: dict[Any, tuple[str, Member]] = {}
     items = []
     for item, member in zip(ensemble.config.members, ensemble.member_views, strict=True):
         key = (id(member.model), id(member.tokenizer))
+        has_adapter = bool(active_adapters(member.model))
         if key not in places:
             _check_writable(member)
-            name = re.sub(r"[^\w.-]+", "-", member.name).strip(".-") or "member"
-            names = [name, *(f"{name}-{number}" for number in range(2, len(ensemble.member_views) + 2))]
-            # Some file systems take names that differ in case for the same.
-            taken = {place.casefold() for place in bundled}
-            place = next(place for name in names if (place := f"{BUNDLE}/{name}").casefold() not in taken)
-            places[key] = place
-            bundled[place] = member
-        adapter = f"./{places[key]}/{ADAPTER_FOLDER}" if active_adapters(member.model) else None
-        own = {key: getattr(item, key) for key in ("name", "eos_token_id", "chat_template", "system_prompt")}
-        items.append(MemberConfig(path=f"./{places[key]}", adapter=adapter, **own))
+            place = _free_place(member.name, bundled)
+            weights = identity_of_weights(member.model)
+            home, first = of_weights.setdefault(weights, (place, member))
+            has_same_tokenizer = first.tokenizer is member.tokenizer
+            if first is not member and (has_adapter or has_same_tokenizer):
+                places[key] = home, place
+                if has_adapter:
+                    bundled[place] = Bundled(member, with_model=False, with_tokenizer=not has_same_tokenizer)
+            else:
+                places[key] = place, place
+                bundled[place] = Bundled(member)
+        home, own = places[key]
+        adapter = f"./{own}/{ADAPTER_FOLDER}" if has_adapter else None
+        kept = {key: getattr(item, key) for key in ("name", "eos_token_id", "chat_template", "system_prompt")}
+        items.append(MemberConfig(path=f"./{home}", adapter=adapter, **kept))
     return SavePlan(ensemble, _checked_config(ensemble, items), bundled)
+
+
+def _free_place(name: str, bundled: Iterable[str]) -> str:
+    """A folder for a member that no other has."""
+    name = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "member"
+    # Some file systems take names that differ in case for the same.
+    taken = {place.casefold() for place in bundled}
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(place for name in names if (place := f"{BUNDLE}/{name}").casefold() not in taken)
 
 
 def _check_writable(member: Member) -> None:

@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..members.adapted import base_model
 from ..members.member import Member
-from .adapters import base_model, weights_without_adapters, write_adapter
+from .adapters import weights_without_adapters, write_adapter
 from .planning import ADAPTER_FOLDER, SavePlan, is_from_gguf
 from .references import HUB_OPTIONS
 
@@ -32,8 +33,13 @@ def write_files(plan: SavePlan, folder: Path, max_shard_size: int | str, card: s
         card: Text of the README; None for no README.
     """
     folder.mkdir(exist_ok=True)
-    for place, member in plan.bundled.items():
-        _write_member(member, folder / place, max_shard_size)
+    for place, bundled in plan.bundled.items():
+        if bundled.with_model:
+            _write_model(bundled.member, folder / place, max_shard_size)
+        adapter = folder / place / ADAPTER_FOLDER
+        write_adapter(base_model(bundled.member.model), adapter)
+        if bundled.with_tokenizer:
+            bundled.member.tokenizer.save_pretrained(folder / place if bundled.with_model else adapter)
     plan.ensemble.generation_config.save_pretrained(folder)
     plan.ensemble.tokenizer.save_pretrained(folder)
     if card is not None:
@@ -50,7 +56,7 @@ def write_files(plan: SavePlan, folder: Path, max_shard_size: int | str, card: s
             file.write_text(json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
 
 
-def _write_member(member: Member, folder: Path, max_shard_size: int | str) -> None:
+def _write_model(member: Member, folder: Path, max_shard_size: int | str) -> None:
     base = base_model(member.model)
     # A copy of the model's outside, since saving writes into its configuration.
     model: Any = copy.copy(base)
@@ -64,8 +70,6 @@ def _write_member(member: Member, folder: Path, max_shard_size: int | str) -> No
         # Or the adapter alone would be written, or the model's weights under names of an adapter's.
         model._hf_peft_config_loaded, model._weight_conversions = False, None
     model.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
-    write_adapter(base, folder / ADAPTER_FOLDER)
-    member.tokenizer.save_pretrained(folder)
 
 
 def _without_private(value: Any) -> Any:

@@ -51,8 +51,8 @@ def find_cache_mode(member: MemberModel, ids: Sequence[int], new_rows: NewRows) 
         if not bool(expected.logsumexp(-1).isfinite().all()):
             where = f"before step 1, on {len(ids)} ids that were tried"
             raise messages.not_finite(member.name, member.model.dtype, where)
-        tolerance = _tolerance(member)
-        if is_training and _distance(_logits_without_cache(texts, new_rows), expected) > tolerance:
+        tolerance = tolerance_of(member)
+        if is_training and distance_of_logits(_logits_without_cache(texts, new_rows), expected) > tolerance:
             messages.warn(
                 f"member {member.name!r} is in training mode and draws other logits every time (by dropout), so no cache "
                 "can follow it: its whole context is computed again at every step. Call its `eval()`."
@@ -68,7 +68,7 @@ def _first_that_works(
     member.cache_obstacles.clear()
     for mode in CACHE_MODES[0 if member.device.type == "cuda" else 1 : -1]:
         try:
-            distance = _distance(_logits_in_mode(mode, texts, new_rows), expected)
+            distance = distance_of_logits(_logits_in_mode(mode, texts, new_rows), expected)
         except Exception as error:
             if is_out_of_memory(error):
                 is_final = False
@@ -97,7 +97,7 @@ def _first_that_works(
     return "recompute", is_final
 
 
-def _tolerance(member: MemberModel) -> float:
+def tolerance_of(member: MemberModel) -> float:
     """How far rounding may move a member's logits, as a share of their spread; a wrong cache moves them by most of it."""
     if getattr(member.model, "is_quantized", False):
         return 0.4  # 8-bit activations are rounded by what else is in the batch: 0.3 was seen
@@ -105,7 +105,7 @@ def _tolerance(member: MemberModel) -> float:
     return 1e-3 if is_exact else 0.1
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def distance_of_logits(found: Tensor, expected: Tensor) -> float:
     """How far logits are from others, as a share of their spread: the most at any step; infinite if other ids are ruled out."""
     is_out = expected == -torch.inf
     if not torch.equal(found == -torch.inf, is_out):

@@ -18,6 +18,7 @@ from .member import Member, end_ids_of
 from .member_model import MemberModel
 from .per_row_cache import SeparateRows
 from .repacked_cache import RepackedRows
+from .shared_weights import SharedRows, SharedWeights
 from .static_buffers import BufferPool
 from .static_cache import StaticRows
 
@@ -40,6 +41,9 @@ class LocalMember(MemberModel, Member):
         chat_template: A template in place of the tokenizer's own.
         system_prompt: A system turn in place of every conversation's; empty for none.
 
+    Attributes:
+        shared: The members with which it shares its weights; None where there are none.
+
     Raises:
         ConfigurationError: If the model is no decoder-only causal language model.
         VocabularyError: If the tokenizer cannot be understood.
@@ -60,6 +64,7 @@ class LocalMember(MemberModel, Member):
         MemberModel.__init__(self, model, name)
         self._given_mode: str | None = None
         self._found_modes: dict[Any, str] = {}
+        self.shared: SharedWeights | None = None
         self.generation_config = getattr(model, "generation_config", None)
         ends = end_ids_of(self.name, self.generation_config, model.config, tokenizer, extra_eos_token_ids)
         Member.__init__(self, self.name, tokenizer, self.vocab_size, ends, chat_template, system_prompt)
@@ -117,8 +122,7 @@ class LocalMember(MemberModel, Member):
         made_for = self.fingerprint()
         mode = self._found_modes.get(made_for)
         if mode is None:
-            text_ids = (self.encoder.token_bytes.kinds == TEXT).nonzero()[0]
-            ids = [int(text_ids[(n * 7919 + 13) % len(text_ids)]) for n in range(NUM_TRIAL_IDS)]
+            ids = self.trial_ids()
             mode, is_final = find_cache_mode(self, ids, lambda num_rows, mode: self.new_rows(num_rows, mode=mode))
             if is_final:
                 if len(self._found_modes) >= _MAX_MODES:
@@ -133,6 +137,11 @@ class LocalMember(MemberModel, Member):
                 f"member {self.name!r} has no cache mode {mode!r}. Modes: {', '.join(CACHE_MODES)}."
             )
         self._given_mode = mode
+
+    def trial_ids(self) -> list[int]:
+        """Ids that write text, to try out with what its caches can do."""
+        text_ids = (self.encoder.token_bytes.kinds == TEXT).nonzero()[0]
+        return [int(text_ids[(n * 7919 + 13) % len(text_ids)]) for n in range(NUM_TRIAL_IDS)]
 
     @property
     def is_captured(self) -> bool:
@@ -149,6 +158,8 @@ class LocalMember(MemberModel, Member):
             num_expected: Number of ids by which each row is expected to grow.
             mode: The cache mode; default: the member's.
         """
+        if mode is None and self.shared is not None and self.cache_mode == "repack":
+            return SharedRows(self.shared, RepackedRows(self, num_rows))
         mode = mode or self.cache_mode
         if mode == "static":
             return StaticRows(self.buffer_pool, num_rows, num_expected)

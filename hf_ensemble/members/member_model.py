@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedModel
 from .. import messages
 from ..config import last_part
 from ..errors import ConfigurationError, MemberError
+from .adapted import address_of
 
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 
@@ -156,7 +157,7 @@ class MemberModel:
             own = vars(module)
             for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
                 if tensor is not None:
-                    found += _address(tensor), tensor.dtype
+                    found += address_of(tensor), tensor.dtype
             found += id(module), module.training, *own["_forward_hooks"], *own["_forward_pre_hooks"]
             # Replaced by hand or by accelerate; and of adapters: which are on.
             found += id(own.get("forward")), own.get("_disable_adapters"), str(own.get("_active_adapter"))
@@ -184,13 +185,6 @@ def input_device(model: Any) -> torch.device:
 def _is_offloaded(model: torch.nn.Module) -> bool:
     """Whether weights are somewhere else, from where accelerate brings them when a module runs."""
     return any("_hf_hook" in vars(module) for module in model.modules())
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # of tensors that only stand for others
-        return id(tensor)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

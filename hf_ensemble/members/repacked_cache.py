@@ -1,7 +1,8 @@
 """One cache for all rows, which every forward pass moves to the right edge."""
 
 import copy
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ _MARGIN = 64
 """Positions before its window that a window layer keeps at least, when it drops some."""
 
 
-def _join_rows(a: Tensor, b: Tensor, width: int) -> Tensor:
-    """Put the rows of two caches together, each cut or padded at its left to this many positions."""
-    return torch.cat([torch.nn.functional.pad(part, (0, 0, width - part.shape[-2], 0)) for part in (a, b)])
+def _join_rows(parts: Sequence[Tensor], width: int) -> Tensor:
+    """Put the rows of caches together, each cut or padded at its left to this many positions."""
+    return torch.cat([torch.nn.functional.pad(part, (0, 0, width - part.shape[-2], 0)) for part in parts])
 
 
 class _RoomyLayer(DynamicLayer):
@@ -44,6 +45,13 @@ class _RoomyLayer(DynamicLayer):
     def give_up_room(self) -> None:
         """Never write in place again into what others may hold."""
         self._with_room = {}
+
+    def part(self, start: int, stop: int) -> "_RoomyLayer":
+        """A layer of some of the rows, which share this one's tensors for as long as all of them grow together."""
+        twin = copy.copy(self)
+        if self.keys is not None and self.values is not None:
+            twin.keys, twin.values = self.keys[start:stop], self.values[start:stop]
+        return twin
 
     def _appended(self, name: str, held: Any, new: Tensor) -> Tensor:
         start = held.shape[-2] if held.numel() else 0
@@ -124,15 +132,8 @@ class RepackedRows(CachedRows):
         if not self._keep(kept):
             self._bring_nearer(texts)
             return self.forward(texts, num_last)
-        width = max(kept)
-        device = self.member.device
-        ids = torch.tensor([last_ids(text, num_new) for text in texts])
-        lengths = torch.tensor(list(map(len, texts)))
-        positions = (lengths[:, None] - num_new + torch.arange(num_new)).clamp_min(0)
-        mask = None
-        if min(map(len, texts)) < width + num_new:
-            mask = (torch.arange(width + num_new) >= width + num_new - lengths[:, None]).long().to(device)
-        logits = self.member.forward(ids.to(device), positions.to(device), mask, self.cache, max(num_last))
+        inputs = _inputs(texts, max(kept), num_new, self.member.device)
+        logits = self.member.forward(*inputs, self.cache, max(num_last))
         self._follow(texts, num_cached)
         return logits
 
@@ -148,13 +149,17 @@ class RepackedRows(CachedRows):
         else:
             self.forward(nearer, [1] * len(nearer))
 
-    def _keep(self, kept: list[int]) -> bool:
+    def _keep(self, kept: list[int], new_width: int | None = None) -> bool:
         """Roll every row back to `kept` ids and move what stays to the right edge.
+
+        Args:
+            kept: Number of ids that each row keeps.
+            new_width: Number of positions then, as many as the longest row has or more. Default: so many.
 
         Returns:
             False, and nothing is changed, where a window layer has dropped what the next forward reads.
         """
-        width, new_width = self.cache.get_seq_length(), max(kept)
+        width, new_width = self.cache.get_seq_length(), max(kept) if new_width is None else new_width
         lengths = list(map(len, self.cached))
         if width == 0 or (kept == lengths and width == new_width):
             return True
@@ -172,7 +177,7 @@ class RepackedRows(CachedRows):
             starts = [shift - layer.num_dropped + now_dropped for shift in shifts]
             count = new_width - now_dropped
             layer.num_dropped = now_dropped
-            if len(set(starts)) == 1:
+            if len(set(starts)) == 1 and starts[0] >= 0:
                 layer.keys = layer.keys[..., starts[0] : starts[0] + count, :]
                 layer.values = layer.values[..., starts[0] : starts[0] + count, :]
                 continue
@@ -210,8 +215,8 @@ class RepackedRows(CachedRows):
         width = max(self.cache.get_seq_length(), fork.cache.get_seq_length())
         for mine, theirs in zip(self._filled_layers(), fork._filled_layers(), strict=True):
             dropped = max((width - layer.keys.shape[-2] for layer in (mine, theirs) if layer.num_dropped), default=0)
-            mine.keys = _join_rows(mine.keys, theirs.keys, width - dropped)
-            mine.values = _join_rows(mine.values, theirs.values, width - dropped)
+            mine.keys = _join_rows([mine.keys, theirs.keys], width - dropped)
+            mine.values = _join_rows([mine.values, theirs.values], width - dropped)
             mine.num_dropped = dropped
         self.cached = [*self.cached, *fork.cached]
         self.select([place if row is None else num_rows + row for place, row in enumerate(rows)])
@@ -225,3 +230,123 @@ class RepackedRows(CachedRows):
         for layer in self._filled_layers():
             layer.keys = layer.keys[index.to(layer.keys.device)]
             layer.values = layer.values[index.to(layer.values.device)]
+
+
+def _inputs(
+    texts: Sequence[Sequence[int]], width: int, num_new: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The last `num_new` ids of each text and their positions, and a mask over these after `width` cached positions."""
+    ids = torch.tensor([last_ids(text, num_new) for text in texts])
+    lengths = torch.tensor(list(map(len, texts)))
+    positions = (lengths[:, None] - num_new + torch.arange(num_new)).clamp_min(0)
+    mask = None
+    if min(map(len, texts)) < width + num_new:
+        mask = (torch.arange(width + num_new) >= width + num_new - lengths[:, None]).long().to(device)
+    return ids.to(device), positions.to(device), mask
+
+
+# Several members' caches in one forward pass
+
+Asked = tuple[RepackedRows, Sequence[Sequence[int]], Sequence[int]]
+"""A member's rows, with the texts to bring them to and after how many last ids of each logits are wanted."""
+
+
+def num_new_ids(asked: Asked) -> int:
+    """How many ids every row takes when these rows are brought to their texts."""
+    rows, texts, num_last = asked
+    return most_new(texts, rows._num_cached_of(texts), num_last)
+
+
+def forward_together(
+    forward: Callable[[Tensor, Tensor, Tensor | None, DynamicCache, int], Tensor], asked: Sequence[Asked]
+) -> list[Tensor] | None:
+    """Bring the rows of several members to their texts, in one forward pass of a model that can be all of them.
+
+    Every member's rows keep a cache of their own. While the members go on together these are parts of one tensor, which
+    grows in place; where one has gone its own way since, all are put together anew.
+
+    Args:
+        forward: Runs that model, given ids, positions, mask, cache, and the number of logits.
+        asked: What is asked of each member, whose caches have layers of the same kinds.
+
+    Returns:
+        What each member's own `forward` gives; None where one cannot roll back far enough, and each has to run alone.
+    """
+    num_new = max(map(num_new_ids, asked))
+    num_kept = []
+    for rows, texts, _ in asked:
+        kept = [max(0, len(text) - num_new) for text in texts]
+        # The columns before the longest row stay, so that the tensor of all need not be copied.
+        width = rows.cache.get_seq_length() - min(len(held) - k for held, k in zip(rows.cached, kept, strict=True))
+        if not rows._keep(kept, width):
+            return None
+        rows.cached = [held[:k] for held, k in zip(rows.cached, kept, strict=True)]
+        num_kept.append(kept)
+    cache, width = _joined_cache([rows for rows, _, _ in asked])
+    all_texts = [text for _, texts, _ in asked for text in texts]
+    inputs = _inputs(all_texts, width, num_new, asked[0][0].member.device)
+    logits = forward(*inputs, cache, max(max(num_last) for _, _, num_last in asked))
+    found, start = [], 0
+    layers: Any = cache.layers
+    for (rows, texts, num_last), kept in zip(asked, num_kept, strict=True):
+        stop = start + len(texts)
+        rows.cache.layers = [layer.part(start, stop) for layer in layers]
+        rows._follow(texts, kept)
+        found.append(logits[start:stop, -max(num_last) :])
+        start = stop
+    return found
+
+
+def _joined_cache(parts: Sequence[RepackedRows]) -> tuple[DynamicCache, int]:
+    """One cache of the rows of all, each row at the right edge, and its number of positions."""
+    width = max(rows.cache.get_seq_length() for rows in parts)
+    cache = copy.copy(parts[0].cache)
+    of_layers = zip(*(rows.cache.layers for rows in parts), strict=True)
+    counts = [len(rows.cached) for rows in parts]
+    cache.layers = [_joined_layer(layers, counts, width) for layers in of_layers]
+    return cache, width
+
+
+def _joined_layer(layers: Sequence[_RoomyLayer], counts: Sequence[int], width: int) -> _RoomyLayer:
+    filled = next((layer for layer in layers if layer.is_initialized and layer.get_seq_length()), layers[0])
+    joined = copy.copy(filled)
+    if not (filled.is_initialized and width):
+        return joined
+    dropped = max(
+        (layer.num_dropped + width - layer.get_seq_length() for layer in layers if layer.num_dropped), default=0
+    )
+    joined.num_dropped = dropped
+    joined.give_up_room()
+    for name in ("keys", "values"):
+        room = _common_room(layers, name, counts, width - dropped)
+        if room is None:
+            like = getattr(filled, name)
+            held = [_held(layer, name, count, like) for layer, count in zip(layers, counts, strict=True)]
+            setattr(joined, name, _join_rows(held, width - dropped))
+        else:
+            joined._with_room[name] = room
+            setattr(joined, name, room[:, :, : width - dropped])
+    return joined
+
+
+def _held(layer: _RoomyLayer, name: str, count: int, like: Tensor) -> Tensor:
+    """What a layer holds; no position of `count` rows where it has not been run yet."""
+    if layer.is_initialized and layer.get_seq_length():
+        held: Tensor = getattr(layer, name)
+        return held
+    return like.new_zeros(count, like.shape[1], 0, like.shape[-1])
+
+
+def _common_room(layers: Sequence[_RoomyLayer], name: str, counts: Sequence[int], width: int) -> Tensor | None:
+    """The tensor that all layers hold their rows of, from its first position on; None where there is none."""
+    room = layers[0]._with_room.get(name)
+    if room is None or room.shape[0] != sum(counts):
+        return None
+    starts = itertools.accumulate(counts, initial=0)
+    for layer, start in zip(layers, starts, strict=False):
+        held = getattr(layer, name)
+        if layer._with_room.get(name) is not room or held.shape[-2] != width:
+            return None
+        if held.data_ptr() != room[start].data_ptr() or held.stride() != room.stride():
+            return None
+    return room

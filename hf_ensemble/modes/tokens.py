@@ -12,6 +12,7 @@ from ..decoding.refusals import Obstacle, refuse
 from ..decoding.row_processors import split_at_warpers, without_padding
 from ..decoding.token_decoder import TokenDecoder
 from ..errors import ConfigurationError
+from ..members.shared_weights import run_together
 from ..methods.base import TokenMethod
 from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found
@@ -105,14 +106,20 @@ class TokenMode(Mode):
         return TokenBatch(call, method, batch).score()
 
     def _primary_can_wait(self, method: TokenMethod) -> bool:
-        """Whether the primary need not run in the decoding loop: not every step needs it, or its steps are captured."""
+        """Whether the primary need not run in the decoding loop.
+
+        So where not every step needs it, its steps are captured, or they are part of others'.
+        """
         call = self.call
         if not call.members[0].runs_in_loop:
             return True
         gate = call.config.gate_rule
         needs_it = gate[0] == 0 if gate else 0 in call.weights.participants and not call.config.draws_one
         needs_it |= method.starts_from_primary
-        return not (call.needs_stock_passes or (needs_it and not call.members[0].is_captured))
+        if call.needs_stock_passes:
+            return False
+        others = [call.members[n] for n in call.participants]
+        return not needs_it or call.members[0].is_captured or run_together(call.members[0], others)
 
 
 def _refuse_processors(stock: Sequence[LogitsProcessor]) -> None:

@@ -339,9 +339,13 @@ def test_a_cache_with_which_other_ids_are_ruled_out_is_not_used():
     """J10: In the trial of caches."""
     finite = torch.zeros(3, 2, 5)
     ruled_out = finite.index_fill(-1, torch.tensor([1]), -torch.inf)
-    assert cache_probe._distance(ruled_out, ruled_out) == 0
-    assert cache_probe._distance(finite, ruled_out) == cache_probe._distance(ruled_out, finite) == torch.inf
-    assert not cache_probe._distance(finite * torch.nan, finite) <= 1
+    assert cache_probe.distance_of_logits(ruled_out, ruled_out) == 0
+    assert (
+        cache_probe.distance_of_logits(finite, ruled_out)
+        == cache_probe.distance_of_logits(ruled_out, finite)
+        == torch.inf
+    )
+    assert not cache_probe.distance_of_logits(finite * torch.nan, finite) <= 1
 
 
 # --- J12: resized embeddings ----------------------------------------------------------------------------------------
