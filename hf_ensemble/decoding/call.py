@@ -95,6 +95,7 @@ class Call:
         ends: Takes at each step which rows the criteria have ended, of shape `(batch_size,)`; None where nobody asks.
         seed: Seed of the call, where its mode takes one; None for none.
         prompt_length: Number of the primary's ids before the first new one, padding included.
+        num_prompts: Number of prompts, each of which may have several rows.
         written: All ids after the last complete step, of shape `(num_rows, length)`; None before the first.
     """
 
@@ -110,6 +111,7 @@ class Call:
     ends: list[Tensor] | None = None
     seed: int | None = None
     prompt_length: int = 0
+    num_prompts: int = 1
     written: Tensor | None = None
 
     @property

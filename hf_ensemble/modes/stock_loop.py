@@ -185,8 +185,11 @@ class StockLoopHooks:
         if call.written is None or error.written:
             return
         token_bytes = self.primary_member.encoder.token_bytes
-        rows = call.written[:, call.prompt_length :].tolist()
-        error.written = tuple(token_bytes.write(ids).decode("utf-8", "replace") for ids in rows)
+        rows = call.written[:, call.prompt_length :]
+        if call.settings.num_beams > 1:
+            # Criteria are shown more candidates of a prompt than there are beams, the best first.
+            rows = rows.unflatten(0, (call.num_prompts, -1))[:, : call.settings.num_beams].flatten(0, 1)
+        error.written = tuple(token_bytes.write(ids).decode("utf-8", "replace") for ids in rows.tolist())
         error.args = (f"{error} {messages.written_so_far(error.written)}",)
 
     def _get_logits_processor(self, generation_config: Any, **kwargs: Any) -> LogitsProcessorList:
@@ -198,7 +201,7 @@ class StockLoopHooks:
         mode.call.weights.expand(len(prompt_ids), copies)
         stock = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
         mode.call.settings = generation_config
-        mode.call.prompt_length = prompt_ids.shape[1]
+        mode.call.prompt_length, mode.call.num_prompts = prompt_ids.shape[1], len(prompt_ids)
         mode = mode.for_processors(stock, len(prompt_ids) * copies)
         _running.set((mode, generation_config))
         mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
