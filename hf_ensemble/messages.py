@@ -44,17 +44,18 @@ def not_finite(name: str, dtype: torch.dtype, where: str) -> MemberError:
     return MemberError(f"member {name!r} gave NaN or infinite logits {where} (its dtype is {dtype}). {remedy}.")
 
 
-def written_so_far(texts: Sequence[str]) -> str:
+def written_so_far(texts: Sequence[str], num_steps: int) -> str:
     """What an error adds about what was written before it.
 
     Args:
         texts: A text a row.
+        num_steps: In how many steps: ids of each row.
     """
     if not any(texts):
         return "Nothing had been written."
     tail = texts[0] if len(texts[0]) <= _TAIL else f"…{texts[0][-_TAIL:]}"
     others = f" (row 0 of {len(texts)})" if len(texts) > 1 else ""
-    return f"Written so far{others}: {tail!r}."
+    return f"Written so far, in {num_steps} steps{others}: {tail!r}."
 
 
 def nothing_left(method_name: str, where: str) -> MemberError:

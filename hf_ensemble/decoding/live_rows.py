@@ -118,10 +118,10 @@ class LiveRows:
             for index in self.states
             if self._said.get(index) is None and index not in self._best
         }
-        for index, places in places_of.items():
-            if places:
-                # All are started before one is waited for.
-                self._start(index, places)
+        # All are started before one is waited for; what runs in this process may keep the host until it is through.
+        to_start = [index for index, places in places_of.items() if places]
+        for index in sorted(to_start, key=lambda index: not self._runs_beside(index)):
+            self._start(index, places_of[index])
         for index, places in places_of.items():
             if index not in self._sparse:
                 self._said[index] = self._logits(index, places) if places else None
@@ -198,12 +198,15 @@ class LiveRows:
         Args:
             is_needed: For each row, which members it needs.
         """
-        for index, state in self.states.items():
+        for index in self.states:
             places = [place for place, row in enumerate(self.live) if is_needed[row][index]]
             is_begun_elsewhere = index == 0 and self.members[0].runs_in_loop
-            if places and not is_begun_elsewhere and state.caches.run_beside:
+            if places and not is_begun_elsewhere and self._runs_beside(index):
                 self._start(index, places)
                 self._begun[index] = places
+
+    def _runs_beside(self, index: int) -> bool:
+        return self.states[index].caches.run_beside
 
     # Following the text
 

@@ -19,4 +19,6 @@ class PrimaryAlone(TokenMethod):
         """Return the primary's logits; see `TokenMethod.mix`."""
         primary = logits[0]
         assert primary is not None
-        return Mixed(primary, torch.zeros_like(weights))
+        normalizers = torch.zeros_like(weights)
+        normalizers[:, 0] = 0 * primary.amax(-1)  # NaN where the primary gave any
+        return Mixed(primary, normalizers)

@@ -190,7 +190,7 @@ class StockLoopHooks:
             # Criteria are shown more candidates of a prompt than there are beams, the best first.
             rows = rows.unflatten(0, (call.num_prompts, -1))[:, : call.settings.num_beams].flatten(0, 1)
         error.written = tuple(token_bytes.write(ids).decode("utf-8", "replace") for ids in rows.tolist())
-        error.args = (f"{error} {messages.written_so_far(error.written)}",)
+        error.args = (f"{error} {messages.written_so_far(error.written, rows.shape[1])}",)
 
     def _get_logits_processor(self, generation_config: Any, **kwargs: Any) -> LogitsProcessorList:
         mode, prepared = _running.get()

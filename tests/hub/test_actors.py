@@ -133,4 +133,4 @@ def test_an_error_says_what_had_been_written(options, folders):
     elif options["method"] == "gac":
         written = tuple(ensemble.tokenizer.batch_decode(expected[:, :4]))
         assert caught.value.written == written
-        assert str(caught.value).endswith(f"Written so far (row 0 of 2): {written[0]!r}.")
+        assert str(caught.value).endswith(f"Written so far, in 4 steps (row 0 of 2): {written[0]!r}.")

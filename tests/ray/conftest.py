@@ -25,15 +25,16 @@ def cluster():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = Cluster()
-        # Nodes that are killed are found to be dead in seconds.
-        soon = {
+        # Nodes that are killed are found to be dead in seconds, and none starts workers that nobody needs.
+        options = {
             "health_check_initial_delay_ms": 0,
             "health_check_period_ms": 1000,
             "health_check_failure_threshold": 4,
+            "prestart_worker_first_driver": False,
         }
-        near = {"resources": {"near": 8}, "_system_config": soon}
-        found.add_node(num_cpus=2, object_store_memory=80 * 2**20, **near)
-        found.add_node(num_cpus=2, object_store_memory=80 * 2**20, resources={"far": 8})
+        near = {"resources": {"near": 8}, "_system_config": options, "include_dashboard": False}
+        found.add_node(num_cpus=1, object_store_memory=80 * 2**20, **near)
+        found.add_node(num_cpus=1, object_store_memory=80 * 2**20, resources={"far": 8})
         ray.init(address=found.address, log_to_driver=False, logging_level="error")
         yield found
         ray.shutdown()
@@ -59,15 +60,6 @@ def there(cluster, folders):
 
     items = [MemberConfig(path=path, ray=options) for path, options in zip(folders, (NEAR, FAR), strict=True)]
     with EnsembleForCausalLM.from_pretrained(items) as ensemble:
-        yield ensemble
-
-
-@pytest.fixture
-def mixed(cluster, folders):
-    """The second member in an actor of its own on the second node, the first in this process."""
-    from hf_ensemble import EnsembleForCausalLM, MemberConfig
-
-    with EnsembleForCausalLM.from_pretrained([folders[0], MemberConfig(path=folders[1], ray=FAR)]) as ensemble:
         yield ensemble
 
 

@@ -6,8 +6,9 @@ Reference:
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -25,6 +26,8 @@ from ..prompts import expand_prompts, read_prompts
 from ..text_warnings import warn_of_losses
 from .participant import Offer, Participant, Proposal, primary_ids
 from .rows import SpanRow
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -66,6 +69,8 @@ class SpanDecoder:
         self._encoder = members[0].encoder
         self._primary_eos = set(eos_ids[0])
         self._end_ids = [i for i in eos_ids[0] if members[0].is_control(i)]
+        # Of one generator all members draw, one after the other.
+        self._draws_in_order = settings.do_sample and not call.draws.are_seeded
         self._max_new = loop.max_new_tokens
         min_new_tokens = max(settings.min_new_tokens or 0, (settings.min_length or 0) - loop.input_ids.shape[1])
         prompts = read_prompts(members, participants, "append", loop.input_ids, loop.mask, call.own_prompts)
@@ -109,10 +114,9 @@ class SpanDecoder:
     def decide_round(self) -> None:
         """Decide one more span in every row that takes part: propose, score, choose, append."""
         before = {one.index: one.num_forwards for one in self._states.values()}
-        proposals = {one.index: one.propose(self._live) for one in self._states.values()}
+        proposals = self._side_by_side({n: one.propose(self._live) for n, one in self._states.items()})
         offers = [self._offers(place, proposals) for place in range(len(self._live))]
-        for one in self._states.values():
-            one.score(self._live, proposals[one.index], offers)
+        self._side_by_side({n: one.score(self._live, proposals[n], offers) for n, one in self._states.items()})
         num_forwards = tuple(
             self._states[n].num_forwards - before[n] if n in before else 0 for n in range(len(self._members))
         )
@@ -120,6 +124,26 @@ class SpanDecoder:
         for one in self._states.values():
             one.follow([None if winner is None else winner.readings[one.index] for winner in winners])
         self._settle()
+
+    def _side_by_side(self, tasks: Mapping[int, Generator[None, None, T]]) -> dict[int, T]:
+        """Let all members do something, each step of which is begun by all before one is waited for.
+
+        Args:
+            tasks: What each member does, by its number.
+        """
+        found: dict[int, T] = {}
+        # Those that run elsewhere begin first.
+        waiting = sorted(tasks, key=lambda index: not self._states[index].caches.run_beside)
+        while waiting:
+            for index in list(waiting):
+                try:
+                    next(tasks[index])
+                    while self._draws_in_order:
+                        next(tasks[index])
+                except StopIteration as end:
+                    found[index] = end.value
+                    waiting.remove(index)
+        return {index: found[index] for index in tasks}
 
     # Candidates
 

@@ -1,7 +1,7 @@
 """One member in the rounds of a call: it writes spans, reads those of others, and says how likely they are."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,15 +124,23 @@ class Participant(MemberState):
 
     # Writing
 
-    def propose(self, rows: Sequence[SpanRow]) -> list[Proposal]:
+    def propose(self, rows: Sequence[SpanRow]) -> Generator[None, None, list[Proposal]]:
         """Write a span in every live row, after all that was decided there.
 
         Args:
             rows: The live rows.
 
+        Yields:
+            After a forward pass is started, before it is waited for.
+
+        Returns:
+            A proposal for each live row.
+
         Raises:
             MemberError: If the member gives NaN, or nothing is left for it to choose from.
         """
+        self.start()
+        yield
         logits = self.logits()
         self.caches.hold()
         contexts = self.contexts
@@ -155,6 +163,8 @@ class Participant(MemberState):
                     lengths[place] = len(steps)
             if all(lengths):
                 break
+            self.start()
+            yield
             logits = self.logits()
             log_probs = self.log_probs(logits)
         self.contexts = contexts
@@ -254,7 +264,9 @@ class Participant(MemberState):
             reading.eos_id = own.best_eos[-1]
         return reading
 
-    def score(self, rows: Sequence[SpanRow], proposals: Sequence[Proposal], offers: Sequence[Sequence[Offer]]) -> None:
+    def score(
+        self, rows: Sequence[SpanRow], proposals: Sequence[Proposal], offers: Sequence[Sequence[Offer]]
+    ) -> Generator[None, None, None]:
         """Score what has not been scored yet, in at most one forward pass for all rows and candidates.
 
         Rows of that pass branch off from those where the candidates were offered.
@@ -263,6 +275,9 @@ class Participant(MemberState):
             rows: The live rows.
             proposals: For each live row, what the member has proposed.
             offers: For each live row, its candidates.
+
+        Yields:
+            After the forward pass is started, before it is waited for.
 
         Raises:
             MemberError: If the member gives NaN.
@@ -279,7 +294,10 @@ class Participant(MemberState):
         beside = [(place, reading) for place, reading in todo if reading.num_tokens > 1]
         if beside:
             fork = self._fork = self.fork([place for place, _ in beside], [reading.context for _, reading in beside])
-            logits = fork.logits([len(reading.ids) for _, reading in beside])
+            num_last = [len(reading.ids) for _, reading in beside]
+            fork.start(num_last)
+            yield
+            logits = fork.logits(num_last)
             self.num_forwards += fork.num_forwards
             for n, (_, reading) in enumerate(beside):
                 reading.fork_row = n

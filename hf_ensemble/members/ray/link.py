@@ -1,6 +1,7 @@
 """The link to one actor: its life, the order of what it is told, how much that is, and what its failures mean."""
 
 import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -62,6 +63,7 @@ class ActorLink:
         self.address = "not started yet"
         self.moves: deque[Move] = deque()
         self.numbers = itertools.count()
+        self._lock = threading.Lock()
         self._kinds: weakref.WeakKeyDictionary[EntryIds, int] = weakref.WeakKeyDictionary()
         self._ray, is_ours = cluster.join(name)
         try:
@@ -98,11 +100,13 @@ class ActorLink:
 
     def kind_of(self, entry_ids: EntryIds) -> int:
         """A number for what the actor has to know of a method; it learns it with what it is asked next."""
-        kind = self._kinds.get(entry_ids)
-        if kind is None:
-            kind = self._kinds[entry_ids] = next(self.numbers)
-            self.moves.append(("learn", kind, PackedIds.of(entry_ids)))
-            weakref.finalize(entry_ids, self.moves.append, ("unlearn", kind)).atexit = False
+        with self._lock:
+            kind = self._kinds.get(entry_ids)
+            if kind is None:
+                kind = next(self.numbers)
+                self.moves.append(("learn", kind, PackedIds.of(entry_ids)))
+                self._kinds[entry_ids] = kind
+                weakref.finalize(entry_ids, self.moves.append, ("unlearn", kind)).atexit = False
         return kind
 
     def start(self, what: str, *arguments: Any) -> Any:
@@ -115,8 +119,14 @@ class ActorLink:
         Returns:
             What `wait` takes.
         """
-        moves = [self.moves.popleft() for _ in range(len(self.moves))]
-        return self.ask(what, moves, *arguments)
+        # What another thread asks meanwhile may build on these changes.
+        with self._lock:
+            moves = [self.moves.popleft() for _ in range(len(self.moves))]
+            try:
+                return self.ask(what, moves, *arguments)
+            except BaseException:
+                self.moves.extendleft(reversed(moves))
+                raise
 
     def ask(self, what: str, *arguments: Any) -> Any:
         """Ask the actor something, whatever it was told."""
@@ -152,9 +162,13 @@ class ActorLink:
         exceptions = self._ray.exceptions
         if isinstance(error, exceptions.RayTaskError):
             cause = error.cause
+            if isinstance(cause, MemberError):
+                return MemberError(f"{cause} It runs in {self.address}.")
             if isinstance(cause, EnsembleError):
                 return type(cause)(*cause.args)
-            return MemberError(f"member {self.name!r} failed in its actor: {type(cause).__name__}: {cause}")
+            return MemberError(
+                f"member {self.name!r} failed in its actor ({self.address}): {type(cause).__name__}: {cause}"
+            )
         # Lines that are indented are numbers for Ray's own log.
         lines = [line for line in str(error).splitlines() if line and not line.startswith((" ", "\t"))]
         reason = " ".join(lines)[:_MOST_REASON]

@@ -153,6 +153,10 @@ class RayMember(Member):
         """Whether a few entries are enough: whole rows take long on the way."""
         return not needs_whole_rows
 
+    def not_finite(self, where: str) -> MemberError:
+        """Make the error for NaN or infinite logits, with where it runs."""
+        return MemberError(f"{super().not_finite(where)} It runs in {self.address}.")
+
     def input_embeddings(self) -> Any:
         """A copy of its input embeddings, fetched when they are first asked for."""
         return self._input_embeddings
