@@ -1,0 +1,1 @@
+"""Members behind a server that speaks vLLM's OpenAI-compatible completions."""

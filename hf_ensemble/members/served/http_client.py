@@ -1,0 +1,338 @@
+"""Requests to a server: connections are kept, what failed in passing is asked again, keys are shown nowhere."""
+
+import contextlib
+import email.utils
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx2 as httpx
+
+from ...errors import ConfigurationError, MemberError
+from .address import checked_url, shown
+
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
+
+MAX_TRIES = 5
+"""How often a request is sent before it has failed."""
+
+MAX_AT_ONCE = 32
+"""Requests to one server that run at the same time."""
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
+"""Seconds between tries: twice as many each time, or as many as the server asks for, if those are not too many."""
+
+_CONNECT_TIMEOUT = 10.0
+_PASSING = (429, 500, 502, 503, 504)
+"""States of a server that may pass. To ask for a completion again is safe: it changes nothing at the server."""
+
+_DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
+_LONGEST_REASON = 300
+
+
+class RefusalError(MemberError):
+    """A server refused what it was asked, and would again.
+
+    Attributes:
+        status: The HTTP status of its answer.
+    """
+
+    status: int
+
+
+class HttpClient:
+    """Sends requests to one server, from any thread, and many at a time.
+
+    Connections and threads are made when they are first needed, and not copied or pickled. No redirect is followed. A key
+    is read from the environment for every request, and kept nowhere.
+
+    Args:
+        name: Of the member, for errors.
+        url: Where the server's paths begin: "http://host:8000/v1".
+        api_key_env: Name of the environment variable that holds a key. Default: no key is sent.
+        timeout: Seconds to wait for an answer, or for the next part of one that comes in parts.
+
+    Raises:
+        ConfigurationError: If `url` is none.
+    """
+
+    def __init__(self, name: str, url: str, api_key_env: str | None = None, timeout: float = 120.0):
+        self.name = name
+        self.url = checked_url(url, name)
+        self.api_key_env = api_key_env
+        self.timeout = timeout
+        self._forget_connections()
+
+    def __repr__(self) -> str:
+        return f"HttpClient({self.name!r}, {self.url!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("name", "url", "api_key_env", "timeout")
+        return {key: value for key, value in vars(self).items() if key in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget_connections()
+
+    def _forget_connections(self) -> None:
+        self._lock = threading.Lock()
+        self._open: tuple[httpx.Client, ThreadPoolExecutor] | None = None
+
+    def close(self) -> None:
+        """Close all connections; what is asked later opens new ones."""
+        with self._lock:
+            opened, self._open = self._open, None
+        if opened is not None:
+            _close(*opened)
+
+    # Asking
+
+    def get(self, path: str, where: str) -> Any:
+        """Ask for what stands at a path.
+
+        Args:
+            path: After the URL: "/models".
+            where: What is done, for errors: "when the ensemble was made", "in row 0 at step 1".
+
+        Returns:
+            The answer, a JSON value.
+
+        Raises:
+            MemberError: If there is no good answer.
+            ConfigurationError: If the key cannot be sent.
+        """
+        return self._decoded(self._with_tries("GET", path, None, where), where)
+
+    def post(self, path: str, body: Any, where: str) -> Any:
+        """Send a JSON value to a path; see `get`."""
+        return self._decoded(self._with_tries("POST", path, body, where), where)
+
+    @contextlib.contextmanager
+    def stream(self, path: str, body: Any, where: str) -> Iterator[Iterator[Any]]:
+        """Send a JSON value to a path, and read the answer in parts; whoever leaves early ends the request.
+
+        What is lost once parts have come is not asked again.
+        """
+        response = self._with_tries("POST", path, body, where, is_stream=True)
+        with contextlib.closing(response):
+            yield self._parts(response, where)
+
+    def submit(self, function: Callable[..., _Made], *arguments: Any) -> "Future[_Made]":
+        """Run a function of requests beside all else."""
+        return self._opened()[1].submit(function, *arguments)
+
+    def side_by_side(self, function: Callable[[_Item], _Made], items: Sequence[_Item]) -> list[_Made]:
+        """Run a function of requests for every item at the same time; one alone stays in this thread."""
+        if len(items) < 2:
+            return [function(item) for item in items]
+        futures = [self.submit(function, item) for item in items]
+        return collected(futures)
+
+    def error(self, where: str, reason: str, status: int | None = None) -> MemberError:
+        """Make the error for a request that failed, or an answer that cannot be used.
+
+        Args:
+            where: What was done: "in row 0 at step 1".
+            reason: What is wrong, and what to do.
+            status: The HTTP status with which the server refused, if it did.
+        """
+        message = f"member {self.name!r} at {self.url} failed {where}: {self._without_key(reason)}"
+        if status is None:
+            return MemberError(message)
+        refusal = RefusalError(message)
+        refusal.status = status
+        return refusal
+
+    # Sending
+
+    def _opened(self) -> tuple[httpx.Client, ThreadPoolExecutor]:
+        with self._lock:
+            if self._open is None:
+                # uvicorn closes what was idle for five seconds.
+                limits = httpx.Limits(
+                    max_connections=MAX_AT_ONCE, max_keepalive_connections=MAX_AT_ONCE, keepalive_expiry=4.0
+                )
+                client = httpx.Client(
+                    timeout=httpx.Timeout(self.timeout, connect=min(_CONNECT_TIMEOUT, self.timeout), pool=None),
+                    limits=limits,
+                    follow_redirects=False,
+                )
+                pool = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="hf_ensemble-served")
+                self._open = client, pool
+                weakref.finalize(self, _close, client, pool)
+            return self._open
+
+    def _with_tries(self, method: str, path: str, body: Any, where: str, is_stream: bool = False) -> httpx.Response:
+        reason = ""
+        for number in range(1, MAX_TRIES + 1):
+            outcome = self._tried(method, path, body, is_stream)
+            if isinstance(outcome, httpx.Response):
+                return outcome
+            reason = outcome.reason
+            # Raised here, where no error of the HTTP library hangs on it: that knows the request's headers.
+            if outcome.pause is None:
+                raise self.error(where, f"{reason}.", outcome.status)
+            if number < MAX_TRIES:
+                time.sleep(max(outcome.pause, _FIRST_PAUSE * 2 ** (number - 1)))
+        raise self.error(where, f"{reason}, {MAX_TRIES} times. Look whether the server runs.")
+
+    def _tried(self, method: str, path: str, body: Any, is_stream: bool) -> "httpx.Response | _Failure":
+        try:
+            response = self._sent(method, path, body, is_stream)
+        except _DROPPED as error:
+            return _Failure(f"the connection failed ({type(error).__name__}: {error})", 0.0)
+        except httpx.TimeoutException:
+            return _Failure(f"{self._no_answer}. Look whether the server is busy, or raise `MemberConfig.timeout`")
+        except httpx.HTTPError as error:
+            return _Failure(f"{type(error).__name__}: {error}")
+        if response.is_success:
+            return response
+        asked = _retry_after(response)
+        may_pass = response.status_code in _PASSING and asked <= _LONGEST_PAUSE
+        return _Failure(self._refusal(response), asked if may_pass else None, response.status_code)
+
+    @property
+    def _no_answer(self) -> str:
+        return f"no answer came within {self.timeout:g} seconds"
+
+    def _sent(self, method: str, path: str, body: Any, is_stream: bool) -> httpx.Response:
+        client = self._opened()[0]
+        auth = None if self.api_key_env is None else _KeyFromEnvironment(self.name, self.api_key_env)
+        request = client.build_request(method, self.url + path, json=body)
+        response = client.send(request, auth=auth, stream=True)
+        try:
+            if not (is_stream and response.is_success):
+                response.read()
+        except BaseException:
+            response.close()
+            raise
+        return response
+
+    def _refusal(self, response: httpx.Response) -> str:
+        """What a server that refused has said."""
+        status = response.status_code
+        if response.has_redirect_location:
+            return (
+                f"it redirects to {shown(response.headers['location'])} ({status}), which is not followed. Give that as "
+                "`url` if it is right"
+            )
+        said = response.text
+        with contextlib.suppress(ValueError, AttributeError, TypeError):
+            found = response.json()
+            error = found.get("error", found)
+            said = str(error.get("message", error) if isinstance(error, dict) else error)
+        said = " ".join(self._without_key(said).split())[:_LONGEST_REASON]
+        if status in (401, 403):
+            has_key = "no key was sent" if self.api_key_env is None else f"the key in ${self.api_key_env} was sent"
+            said += f" ({has_key})"
+        return f"it answers {status}: {said or response.reason_phrase}"
+
+    def _without_key(self, text: str) -> str:
+        """What a server said, which may repeat what it was sent."""
+        return text if self.api_key_env is None else text.replace(os.environ.get(self.api_key_env) or "\0", "[key]")
+
+    # Reading
+
+    def _decoded(self, response: httpx.Response, where: str) -> Any:
+        return self._value(response.text, where)
+
+    def _value(self, text: str, where: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise self.error(where, f"its answer is no JSON: {text[:80]!r}.") from None
+
+    def _parts(self, response: httpx.Response, where: str) -> Iterator[Any]:
+        """The parts of an answer that comes as server-sent events."""
+        reason = "its answer broke off"
+        try:
+            for line in response.iter_lines():
+                kind, _, data = line.partition(":")
+                if kind == "data" and data.strip() == "[DONE]":
+                    return
+                if kind == "data":
+                    yield self._value(data, where)
+        except httpx.TimeoutException:
+            reason = f"{self._no_answer}. Raise `MemberConfig.timeout`"
+        except httpx.HTTPError as error:
+            reason += f" ({type(error).__name__}: {error})"
+        raise self.error(where, f"{reason}.")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a try has failed.
+
+    Attributes:
+        reason: What errors say.
+        pause: After how many seconds another may go well; None for never.
+        status: The HTTP status of the answer, if there was one.
+    """
+
+    reason: str
+    pause: float | None = None
+    status: int | None = None
+
+
+class _KeyFromEnvironment(httpx.Auth):
+    """Sends a key that is read when it is sent."""
+
+    def __init__(self, name: str, variable: str):
+        self._name, self._variable = name, variable
+
+    def auth_flow(self, request: httpx.Request) -> Any:
+        """Put the key into the request."""
+        request.headers["Authorization"] = "Bearer " + _key(self._name, self._variable)
+        yield request
+
+
+def _key(name: str, variable: str) -> str:
+    problem = _problem_of_key(os.environ.get(variable, ""))
+    if problem is not None:
+        raise ConfigurationError(
+            f"the key of member {name!r} in the environment variable {variable!r} {problem}. Set it, or name another as "
+            "`api_key_env`."
+        )
+    return os.environ[variable]
+
+
+def _problem_of_key(key: str) -> str | None:
+    if not key:
+        return "is missing"
+    # Errors of the HTTP library would show it.
+    return None if key.isascii() and key.isprintable() and " " not in key else "holds what no header can"
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """How many seconds a server asks to wait."""
+    given = response.headers.get("retry-after", "0")
+    try:
+        return max(0.0, float(given))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(given).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return 0.0
+
+
+def collected(futures: "Sequence[Future[_Made]]") -> list[_Made]:
+    """Wait for everything, and give it in order; the first error ends what has not begun."""
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
+
+
+def _close(client: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    pool.shutdown(wait=False, cancel_futures=True)
+    client.close()

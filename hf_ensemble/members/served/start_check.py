@@ -1,0 +1,111 @@
+"""What a server is asked before an ensemble relies on it: its model, its limits, and whether a tokenizer fits."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ...errors import ConfigurationError
+from ...vocabulary.token_bytes import TEXT, TokenBytes
+from .completions import Completions
+from .http_client import RefusalError
+
+_WHEN = "when the ensemble was made"
+_MOST_LISTED = 1024
+"""Best ids above which no limit is looked for."""
+
+_NUM_COMPARED = 32
+_UNKNOWN = "\ufffd"
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What a server allows.
+
+    Attributes:
+        max_positions: How many ids a prompt can have, so that one more can be written; None where it does not say.
+        max_listed: How many best ids it lists; `_MOST_LISTED` stands for at least as many.
+    """
+
+    max_positions: int | None
+    max_listed: int
+
+
+def check_server(server: Completions, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes) -> ServerLimits:
+    """Ask a server for its model and its limits, and compare its ids with those of a tokenizer.
+
+    Args:
+        server: The model behind its server.
+        tokenizer: The tokenizer that is to fit.
+        token_bytes: What its ids write.
+
+    Raises:
+        ConfigurationError: If the server has no such model, the tokenizer does not fit, or the server gives other numbers
+            than log-probabilities.
+        MemberError: If it does not answer, or not as it was asked.
+    """
+    described = _described(server)
+    text_ids = (token_bytes.kinds == TEXT).nonzero()[0].tolist()
+    # From everywhere in the vocabulary, the last among them: a model of fewer ids does not know it.
+    sample = [text_ids[n * (len(text_ids) - 1) // (_NUM_COMPARED - 1)] for n in range(_NUM_COMPARED)]
+    length = described.get("max_model_len")
+    _compare_ids(server, tokenizer, sample[-length + 1 :] if isinstance(length, int) else sample)
+    return ServerLimits(length - 1 if isinstance(length, int) else None, _num_listed(server, sample[:1]))
+
+
+def _described(server: Completions) -> dict[str, Any]:
+    """What the server says of its model."""
+    answer = server.client.get("/models", _WHEN)
+    models = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
+        raise server.client.error(_WHEN, "its answer to `/models` is no list. Does `url` end in '/v1'?")
+    by_name = {str(model.get("id")): model for model in models}
+    if server.model not in by_name:
+        raise ConfigurationError(
+            f"the server of member {server.client.name!r} at {server.client.url} has no model {server.model!r}. It has: "
+            f"{', '.join(map(repr, by_name)) or 'none'}."
+        )
+    described: dict[str, Any] = by_name[server.model]
+    return described
+
+
+def _compare_ids(server: Completions, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
+    """Look whether ids write the same for the server as for the tokenizer, and have log-probabilities."""
+    name, url = server.client.name, server.client.url
+    remedy = "Name the tokenizer of the served model as `MemberConfig.tokenizer`"
+    try:
+        entries = server.read(ids, 1, (), _WHEN).ids
+    except RefusalError as error:
+        if error.status != 400:
+            raise
+        raise ConfigurationError(f"the tokenizer of member {name!r} does not fit: {error} {remedy}.") from None
+    for i, entry in zip(ids[1:], entries, strict=True):
+        if entry.log_prob > 0:
+            raise ConfigurationError(
+                f"the server of member {name!r} at {url} gives {entry.log_prob:g} in the place of a log-probability. Start "
+                "it with `--logprobs-mode raw_logprobs`."
+            )
+        own, text = str(tokenizer.decode([i], clean_up_tokenization_spaces=False)), entry.text
+        # Some decoders take the space before a text's first word away, others put one there.
+        if text is not None and _UNKNOWN not in text + own and text.strip() != own.strip():
+            raise ConfigurationError(
+                f"the tokenizer of member {name!r} does not fit: its id {i} writes {own!r:.40}, for the server at {url} "
+                f"{text!r:.40}. {remedy}."
+            )
+
+
+def _num_listed(server: Completions, ids: Sequence[int]) -> int:
+    """How many best ids the server lists at most, which it says only by refusing more."""
+    most = _MOST_LISTED if server.vocab_size is None else min(_MOST_LISTED, server.vocab_size)
+    low, high = 1, most
+    server.best(ids, low, _WHEN)
+    while low < high:
+        # The default of vLLM and what users choose are near the lower end.
+        count = min(high, math.isqrt(low * high) + 1)
+        if server.lists(ids, count, _WHEN):
+            low = count
+        else:
+            high = count - 1
+    return low
