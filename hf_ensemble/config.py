@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from .address import checked_url
 from .errors import ConfigurationError
 from .method_options import METHODS as METHODS
 from .method_options import GatedConfig as GatedConfig
@@ -79,6 +80,22 @@ class MemberConfig:
     `resources`, `accelerator_type`. Empty: an actor with Ray's defaults. None: the member runs in this process, unless the
     ensemble is loaded with `placement="ray"`."""
 
+    url: str | None = None
+    """Where the completions of a server begin ("http://host:8000/v1"), for a member that vLLM serves; in place of `path`.
+    A saved ensemble reaches it only with `allow_remote=True`. Needs `httpx2`."""
+
+    model: str | None = None
+    """The name under which the server at `url` serves the model."""
+
+    api_key_env: str | None = None
+    """Name of the environment variable with the key of the server. It is read when something is asked, and never saved."""
+
+    timeout: float | None = None
+    """Seconds to wait for an answer of the server. None: 120."""
+
+    vocab_size: int | None = None
+    """Number of ids of a served model, where no `config.json` beside the tokenizer says it."""
+
     commit: str | None = field(default=None, compare=False, repr=False)
     """Commit that was loaded from the Hub, filled in while loading. Never saved, but `revision` of what is pushed."""
 
@@ -100,6 +117,9 @@ class MemberConfig:
                 )
         if self.ray is not None:
             self.ray = _checked_ray_options(self.ray)
+        if self.url is not None:
+            self.url = checked_url(self.url, self.name or last_part(self.model or "") or "without a name")
+        _check_served(self)
         given: Any = [] if self.eos_token_id is None else self.eos_token_id
         try:
             self.eos_token_id = [operator.index(i) for i in (given if isinstance(given, (list, tuple)) else [given])]
@@ -107,6 +127,11 @@ class MemberConfig:
             raise ConfigurationError(
                 f"a member's `eos_token_id` has to be an id or a list of ids, but is {given!r:.200}."
             ) from None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the member runs in another process, an actor's or a server's."""
+        return self.url is not None or self.ray is not None
 
     def to_dict(self) -> dict[str, Any]:
         """What is saved: everything that is set, but for what belongs to one machine."""
@@ -145,6 +170,36 @@ def _checked_ray_options(given: Any) -> dict[str, Any]:
     if kind is not None and not isinstance(kind, str):
         raise ConfigurationError(f"`accelerator_type` of a member's `ray` has to be a name, but is {kind!r:.200}.")
     return {key: value for key, value in given.items() if value is not None}
+
+
+_LOADED = ("path", "revision", "subfolder", "gguf_file", "dtype", "device_map", "adapter", "ray")
+"""Options of what is loaded into this process."""
+
+_SERVED = ("model", "api_key_env", "timeout", "vocab_size")
+"""Options of what a server has loaded."""
+
+
+def _check_served(item: MemberConfig) -> None:
+    """Refuse options that do not go together, of a member that is loaded or served."""
+    given = [name for name in (_SERVED if item.url is None else _LOADED) if getattr(item, name) is not None]
+    if item.url is None and given:
+        raise ConfigurationError(f"a member's `{given[0]}` belongs to a server: give its `url` too.")
+    if item.url is None:
+        return
+    if given:
+        raise ConfigurationError(
+            f"a member is either served or loaded: it has the `url` {item.url!r} and also `{given[0]}`. Leave out one."
+        )
+    if not item.model:
+        raise ConfigurationError(
+            f"a member at {item.url!r} needs `model`, the name under which the server has it (see {item.url}/models)."
+        )
+    if item.timeout is not None and not (is_number(item.timeout) and item.timeout > 0):
+        raise ConfigurationError(
+            f"a member's `timeout` has to be a number of seconds above 0, but is {item.timeout!r}."
+        )
+    if item.vocab_size is not None:
+        check_positive_integer("vocab_size", item.vocab_size)
 
 
 def last_part(path: str) -> str:
@@ -250,7 +305,9 @@ class EnsembleConfig(PreTrainedConfig):
         self.method.check_saveable(is_for_hub=True)
         for item in self.members:
             check_on_hub(
-                item, item.name or last_part(str(item.path)), "Push the ensemble itself with `include_members=True`"
+                item,
+                item.name or last_part(item.path or str(item.model)),
+                "Push the ensemble itself with `include_members=True`",
             )
         return super().push_to_hub(*args, **kwargs)
 
@@ -280,8 +337,10 @@ def _member_config(place: int, given: Any) -> MemberConfig:
 def _primary_config(given: Any) -> PreTrainedConfig | None:
     if isinstance(given, dict):
         options = dict(given)
+        kind = options.pop("model_type", None)
         try:
-            given = AutoConfig.for_model(options.pop("model_type", None), **options)
+            # Of a served primary nothing but the size may be known.
+            given = AutoConfig.for_model(kind, **options) if kind else PreTrainedConfig(**options)
         except Exception as error:
             raise ConfigurationError(f"`primary_config` cannot be read: {str(error)[:200]}") from error
     if given is not None and (not isinstance(given, PreTrainedConfig) or isinstance(given, EnsembleConfig)):

@@ -72,6 +72,36 @@ def nothing_left(method_name: str, where: str) -> MemberError:
     )
 
 
+def too_many_allowed(member_name: str, count: int, most: int, where: str) -> MemberError:
+    """The error for constraints that leave none of what is proposed, and too much else.
+
+    Args:
+        member_name: The member that lists few ids.
+        count: How many of its ids are left.
+        most: For how many it is asked.
+        where: Where: "in row 0 at step 1".
+    """
+    return MemberError(
+        f"the constraints leave none of what is proposed {where}, but {count} ids of member {member_name!r}, which can be "
+        f"asked for {most} at most. Let the members propose more entries, or load {member_name!r} into this process."
+    )
+
+
+def changed_beside(member_names: Sequence[str], where: str) -> MemberError:
+    """The error for processors that change what members that list few ids cannot say beforehand.
+
+    Args:
+        member_names: These members.
+        where: Where: "in row 0 at step 1".
+    """
+    names = ", ".join(map(repr, member_names))
+    return MemberError(
+        f"the constraints leave none of what is proposed {where}, and change the scores of what else they leave. How likely "
+        f"that is for {names} is known only after they have acted. Use processors that only ban, or load the member into "
+        "this process."
+    )
+
+
 def no_position_left(name: str, limit: int | None, row: int, num_new: int) -> str:
     """The warning for a row that ends because a member has no position left.
 

@@ -38,6 +38,11 @@ class MethodConfig:
         return frozenset({Offer.ROWS})
 
     @property
+    def num_entries(self) -> int | None:
+        """Number of best entries that every member has to give, where few will do."""
+        return None
+
+    @property
     def takes_weights_as_given(self) -> bool:
         """Whether mixing weights may be negative and need not sum to 1."""
         return False

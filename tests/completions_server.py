@@ -62,10 +62,10 @@ class CompletionsServer:
     def completions(self) -> list[dict[str, Any]]:
         return [one.body for one in self.asked if one.path.endswith("/completions")]
 
-    def log_probs(self, ids: list[int]) -> Tensor:
+    def logits(self, ids: list[int]) -> Tensor:
         """After every id, of shape `(length, vocab_size)`."""
         with torch.no_grad(), self.lock:
-            return self.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+            return self.model(torch.tensor([ids])).logits[0].float()
 
 
 @contextmanager
@@ -138,14 +138,14 @@ class Writer:
         self.server, self.body = server, body
         self.ids = list(body["prompt"])
         self.num_prompt = len(self.ids)
-        self.rows = server.log_probs(self.ids)
+        self.rows = server.logits(self.ids)
         self.generator = torch.Generator().manual_seed(body.get("seed") or 0)
         self.reason: str | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while self.reason is None:
-            row = self.server.log_probs(self.ids)[-1] if len(self.ids) > self.num_prompt else self.rows[-1]
-            i = self.choose(row)
+            logits = self.server.logits(self.ids)[-1] if len(self.ids) > self.num_prompt else self.rows[-1]
+            i, row = self.choose(logits), logits.log_softmax(-1)
             self.ids.append(i)
             self.reason = self.end()
             yield {"id": i, "log_prob": number(row[i].item()), "top": self.top(row, i)}
@@ -157,6 +157,12 @@ class Writer:
     def choose(self, row: Tensor) -> int:
         body = self.body
         scores = row.clone()
+        if body["repetition_penalty"] != 1:
+            seen = torch.tensor(sorted(set(self.ids)))
+            penalized = scores[seen]
+            scores[seen] = torch.where(
+                penalized < 0, penalized * body["repetition_penalty"], penalized / body["repetition_penalty"]
+            )
         for i, bias in (body.get("logit_bias") or {}).items():
             scores[int(i)] += bias
         if len(self.new) < (body.get("min_tokens") or 0):
@@ -192,7 +198,7 @@ class Writer:
 
     def prompt_logprobs(self) -> list[Any]:
         found: list[Any] = [None]
-        for row, i in zip(self.rows, self.ids[1 : self.num_prompt], strict=False):
+        for row, i in zip(self.rows.log_softmax(-1), self.ids[1 : self.num_prompt], strict=False):
             rank = int((row > row[i]).sum()) + 1
             decoded = self.server.tokenizer.decode([i])
             found.append({str(i): {"logprob": number(row[i].item()), "rank": rank, "decoded_token": decoded}})

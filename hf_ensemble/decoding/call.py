@@ -11,6 +11,7 @@ from ..config import MethodConfig
 from ..members.member import Member
 from ..methods.base import TokenMethod, eos_ids_of
 from ..methods.primary_alone import PrimaryAlone
+from ..offers import Offer
 from ..vocabulary.union import UnionVocabulary
 from .draws import Draws
 from .prompts import OwnPrompts, encode_primary_prompt, prepare_prompt
@@ -147,7 +148,8 @@ class Call:
     @property
     def is_by_primary(self) -> bool:
         """Whether the primary decides everything, and so runs by itself."""
-        return self.weights.is_only(0) and self.participants == {0} and not self.config.acts_on_one
+        gives_rows = Offer.ROWS in self.members[0].offers or self.config.decides != "tokens"
+        return gives_rows and self.weights.is_only(0) and self.participants == {0} and not self.config.acts_on_one
 
     def method(self) -> TokenMethod:
         """What decides token by token, once the generation config is prepared."""

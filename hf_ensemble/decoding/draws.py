@@ -31,6 +31,17 @@ class Draws:
         """Draws for the same rows that are independent of these: those of one member beside others."""
         return Draws(self._seeds and [seed_of(seed, index) for seed in self._seeds])
 
+    def seed(self, row: int, *parts: int) -> int:
+        """A seed for somebody else who draws for a row, such as a server.
+
+        Args:
+            row: Number of the row.
+            parts: What else it depends on, where rows have seeds of their own.
+        """
+        if self._seeds is None:
+            return int(torch.randint(2**63 - 1, ()))
+        return seed_of(self._seeds[row], *parts)
+
     def choose(self, probs: Tensor, rows: Sequence[int | None]) -> Tensor:
         """Draw one entry from every distribution.
 

@@ -1,6 +1,6 @@
 """The rows of a call that still write, and the state of every member that runs in them."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from ..members.member import Member
 from ..members.state import MemberState
 from ..methods.base import TokenMethod
 from .call import Call
+from .listed_ids import MAX_ALLOWED, ListedIds
 from .prompts import expand_prompts, read_prompts
 from .step import sent
 from .text_warnings import warn_of_control, warn_of_losses
@@ -30,6 +31,7 @@ class LiveRows:
         silent_ids: The primary's control tokens of which no warning is given when they are written.
         runs_primary: Whether the primary runs here, where it is needed, instead of in the decoding loop at every step.
         max_new_tokens: Most ids that a row can take, where that is known.
+        listed: Which of the primary's columns the members' ids count for.
         needs_whole_rows: Whether somebody reads more than the entries that the method asks for.
 
     Attributes:
@@ -47,6 +49,7 @@ class LiveRows:
         silent_ids: Collection[int],
         runs_primary: bool,
         max_new_tokens: int,
+        listed: ListedIds,
         needs_whole_rows: bool = False,
     ):
         self.members = members = call.members
@@ -73,8 +76,11 @@ class LiveRows:
             for index in self.states
             if method.num_entries is not None and members[index].sends_entries(needs_whole_rows)
         }
+        self._listed = listed
+        self._wanted: Mapping[int, Sequence[int]] = {}
         self._begun: dict[int, list[int]] = {}  # places of members whose step was started before the loop came to it
         self._best: dict[int, Entries] = {}
+        self._contenders: dict[int, dict[int, Sequence[int]]] = {}  # by member and row
         self._normalizers: dict[int, Tensor | None] = {}
         self._silent_ids = silent_ids
         self._warned_control: set[int] = set()
@@ -83,15 +89,17 @@ class LiveRows:
 
     # What the fused step reads
 
-    def begin(self, scores: Tensor) -> None:
+    def begin(self, scores: Tensor, wanted: Mapping[int, Sequence[int]]) -> None:
         """Begin a step of which the decoding loop gives the primary's logits, or zeros in place of what runs here.
 
         Args:
             scores: In float32, of shape `(batch_size, primary_vocab_size)`.
+            wanted: By row, columns of the primary's of which it has to be known how likely they are.
         """
+        self._wanted = wanted
         self._device = scores.device
         self._said = {} if self.runs_primary else {0: scores}
-        self._best, self._normalizers = {}, {}
+        self._best, self._contenders, self._normalizers = {}, {}, {}
 
     def where(self, position: int) -> str:
         """Say where a row is at this step."""
@@ -142,6 +150,7 @@ class LiveRows:
         if index in self._sparse:
             assert self._method.num_entries is not None
             entry_ids = self._method.maps[index].entry_ids
+            self.states[index].where = lambda place: self.where(self.live[place])
             self.states[index].start_entries(self._method.num_entries, places, entry_ids)
         else:
             self.states[index].start(rows=places)
@@ -149,9 +158,16 @@ class LiveRows:
     def _take(self, index: int, places: Sequence[int], best: Entries) -> None:
         """Keep what a member says of its best entries in some of the live rows."""
         rows = [self.live[place] for place in places]
-        self._best[index] = Entries(*(_at_rows(part, rows, self._num_rows, -1) for part in (best.ids, best.logits)))
+        self._best[index] = self._placed(best, rows)
+        self._contenders[index] = dict(zip(rows, best.contenders, strict=False))
         known = best.normalizers
         self._normalizers[index] = None if known is None else _at_rows(known, rows, self._num_rows, 0)
+
+    def _placed(self, entries: Entries, rows: Sequence[int]) -> Entries:
+        """Entries of some rows among all."""
+        return Entries(
+            _at_rows(entries.ids, rows, self._num_rows, -1), _at_rows(entries.logits, rows, self._num_rows, -1)
+        )
 
     def _with_asked(self, needed: Tensor) -> list[Tensor | None]:
         """All rows, where members of which few entries travel have been asked for what others propose too."""
@@ -160,21 +176,63 @@ class LiveRows:
             found[index] = best.spread(self.members[index].vocab_size).to(self._device)
         if not self._best:
             return found
-        asked = self._method.asked(found, needed)
+        asked = self._method.asked(found, needed, self._contenders)
+        of_wanted = self._ids_of(self._wanted)
+        more = {
+            index: {row: [*asked[index][row], *of_rows.get(row, ())] for row in self.live}
+            for index, of_rows in of_wanted.items()
+        }
+        return self._asked(found, needed, more)
+
+    def _ids_of(self, columns: Mapping[int, Sequence[int]]) -> dict[int, dict[int, list[int]]]:
+        """For each member of which few entries travel and each row, its ids that count for some of the primary's columns."""
+        return {
+            index: {row: self._listed.ids_of(index, of_row) for row, of_row in columns.items()} for index in self._best
+        }
+
+    def _asked(
+        self, found: Sequence[Tensor | None], needed: Tensor, ids: Mapping[int, Mapping[int, Sequence[int]]]
+    ) -> list[Tensor | None]:
+        """All rows, once members have been asked for these ids of their rows, as far as they are not known yet."""
+        found = list(found)
         waiting: dict[int, list[int]] = {}
-        for index, best in self._best.items():
+        for index, of_rows in ids.items():
             rows = [row for row in self.live if needed[row, index]]
-            known = best.ids.tolist()
-            missing = [sorted(set(asked[index][row]).difference(known[row])) for row in rows]
+            known = self._best[index].ids.tolist()
+            missing = [sorted(set(of_rows.get(row, ())).difference(known[row])) for row in rows]
             if any(missing):
                 self.states[index].start_logits_of(missing)
                 waiting[index] = rows
         for index, rows in waiting.items():
             more = self.states[index].logits_of()
-            placed = Entries(*(_at_rows(part, rows, self._num_rows, -1) for part in (more.ids, more.logits)))
-            self._best[index] = self._best[index].beside(placed)
+            self._best[index] = self._best[index].beside(self._placed(more, rows))
             found[index] = self._best[index].spread(self.members[index].vocab_size).to(self._device)
         return found
+
+    def ask(
+        self, found: Sequence[Tensor | None], needed: Tensor, columns: Mapping[int, Sequence[int]]
+    ) -> list[Tensor | None]:
+        """Ask members that list few ids how likely all are that count for some of the primary's columns.
+
+        Args:
+            found: All rows, as `read` gave them.
+            needed: Which member takes part in which row, of shape `(batch_size, num_members)`, on the CPU.
+            columns: By row, the columns.
+
+        Raises:
+            MemberError: If these are more than `MAX_ALLOWED` for a row and member, or a member fails.
+        """
+        ids = {
+            index: {row: of_row for row, of_row in of_rows.items() if needed[row, index]}
+            for index, of_rows in self._ids_of(columns).items()
+        }
+        for index, of_rows in ids.items():
+            for row, of_row in of_rows.items():
+                if len(of_row) > MAX_ALLOWED:
+                    raise messages.too_many_allowed(
+                        self.members[index].name, len(of_row), MAX_ALLOWED, self.where(row)
+                    )
+        return self._asked(found, needed, ids)
 
     def _logits(self, index: int, places: Sequence[int]) -> Tensor:
         """A member's logits in these of the live rows, of shape `(batch_size, vocab_size)`."""
@@ -184,6 +242,24 @@ class LiveRows:
             return logits
         at = sent(self.live, logits.device)
         return logits.new_zeros(self._num_rows, logits.shape[-1]).index_copy_(0, at, logits)
+
+    @property
+    def lists_few(self) -> bool:
+        """Whether there is a member that lists few ids of a row, even where more are read."""
+        return bool(self._sparse)
+
+    @property
+    def share_in_one_request(self) -> tuple[float | None, ...] | None:
+        """For each member the share of rows and steps in which one request to its server was enough.
+
+        None for a member without a server; and None for all where nobody has one.
+        """
+        if not any(member.is_served for member in self.members):
+            return None
+        return tuple(
+            self.states[n].caches.share_in_one_request if n in self.states and member.is_served else None
+            for n, member in enumerate(self.members)
+        )
 
     # Running ahead of the decoding loop
 

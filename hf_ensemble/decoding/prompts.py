@@ -238,7 +238,7 @@ def expand_prompts(
     """
     if list(prompt_of_row) != list(range(len(prompt_of_row))):
         for index, state in states.items():
-            if index not in waiting:
+            if index not in waiting and not state.caches.is_elsewhere:
                 state.logits()
             state.select(prompt_of_row, [state.contexts[prompt].copy() for prompt in prompt_of_row])
 

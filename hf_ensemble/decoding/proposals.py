@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import ExponentialDecayLengthPenalty, LogitsProcessor, SequenceBiasLogitsProcessor
 
-_BANNED = -5000.0
+BANNED = -5000.0
 """Scores below this are bans, however they are written: as `-inf`, as the least number there is, as -1e9."""
 
 
@@ -53,7 +53,7 @@ class Proposals:
             is left, so that what the processors left of the others stays.
         """
         is_proposed = self.logprobs > -torch.inf
-        is_left = scores > _BANNED
+        is_left = scores > BANNED
         falls_back = ~(is_proposed & is_left).any(-1, keepdim=True)
         if raised is None:
             return scores.masked_fill(~(is_proposed | falls_back), -torch.inf), falls_back

@@ -4,7 +4,7 @@ The token loop calls it with its rows, drafts with the positions of a round, lik
 Gates, weights, members that sit out, masks and normalizers are dealt with here and nowhere else.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from ..methods.base import CapturedMix, Mixed, TokenMethod
 from ..methods.gac import Gac
 from ..mixing import fold
 from .draws import Draws
+from .listed_ids import UNKNOWN, ListedIds
 
 
 class Reader(Protocol):
@@ -112,6 +113,7 @@ class FusedStep:
         self._draws = draws
         self._alone = torch.eye(len(members))  # the weights where one member decides
         self._captures = captures
+        self.listed = ListedIds(method)
         self._mix = self._mixing(method)
         self._sent: tuple[Tensor, Tensor] | None = None
 
@@ -179,7 +181,7 @@ class FusedStep:
             needed=needed,
             closed=closed,
             logits=logits,
-            whole=self._whole(logits, there) if is_constrained and self.method.proposes_few else None,
+            whole=self.whole(logits, there, known) if is_constrained and self.method.proposes_few else None,
         )
 
     def folded(self, rows: Tensor) -> Tensor:
@@ -241,11 +243,31 @@ class FusedStep:
                 raise self.members[gate].not_finite(reader.where(position))
         return {position for position in positions if confidence[position] > threshold}
 
-    def _whole(self, logits: Sequence[Tensor | None], weights: Tensor) -> Tensor:
+    def whole(self, logits: Sequence[Tensor | None], weights: Tensor, listing: Collection[int] = ()) -> Tensor:
+        """The weighted mean of the members' whole distributions.
+
+        Args:
+            logits: Each member's, as they were mixed.
+            weights: Of shape `(num_positions, num_members)`, on the mixing device.
+            listing: Members of which these are log-probabilities, of few ids. An id that nobody knows more of has the
+                probability `UNKNOWN`.
+
+        Returns:
+            Log-probabilities over the primary's ids.
+        """
         # Weights that are taken as given may be negative, and need not sum to 1.
         shares = weights.clamp_min(0)
         shares = torch.where((shares > 0).any(-1, keepdim=True), shares, (weights != 0).float())
-        return self.folded(self._mix_whole(logits, shares / shares.sum(-1, keepdim=True)).logprobs)
+        shares = shares / shares.sum(-1, keepdim=True)
+        if not listing:
+            return self.folded(self._mix_whole(logits, shares).logprobs)
+        assert logits[0] is not None
+        known = {
+            index: one if index in listing else self.method.masked(one, index).log_softmax(-1)
+            for index, one in enumerate(logits)
+            if one is not None
+        }
+        return self.listed.masses(known, shares, logits[0]).clamp_min(UNKNOWN).log()
 
     def _there(self, plan: Tensor) -> Tensor:
         """The weights on the mixing device; those that stay are sent once."""

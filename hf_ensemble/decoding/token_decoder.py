@@ -11,6 +11,7 @@ from transformers import LogitsProcessor
 from .. import messages
 from ..methods.base import TokenMethod
 from ..recording.recorder import DecisionRecorder
+from .allowed import with_allowed
 from .call import Call
 from .call import end_ids as end_ids_of
 from .live_rows import LiveRows
@@ -94,6 +95,7 @@ class TokenDecoder:
             end_ids,
             runs_primary,
             max_new_tokens,
+            self._step.listed,
             needs_whole_rows=(bool(constraints) and method.proposes_few) or recorder is not None,
         )
         self._max_new = max_new_tokens
@@ -110,6 +112,7 @@ class TokenDecoder:
         self._progress = [_Progress() for _ in range(len(prompt_ids))]
         self._num_primary_forwards = 0
         self._recorded: Fused | None = None
+        self._fused: Fused | None = None  # where members list few ids, which are asked for others afterwards
         self._proposals: Proposals | None = None
         self._normalizers: Tensor | None = None
         self._queued: list[int] = []
@@ -125,6 +128,11 @@ class TokenDecoder:
         if not self.rows.runs_primary:
             counts[0] = self._num_primary_forwards
         return tuple(counts)
+
+    @property
+    def share_in_one_request(self) -> tuple[float | None, ...] | None:
+        """For each member the share of rows and steps in which one request to its server was enough; see `LiveRows`."""
+        return self.rows.share_in_one_request
 
     @property
     def share_ensembled(self) -> list[float]:
@@ -153,7 +161,9 @@ class TokenDecoder:
         self._queued = [row for row in live if self._progress[row].to_write]
         if live and len(self._queued) == len(live):
             return scores
-        self.rows.begin(scores.float())
+        raised = self._raised.at(self._input_ids, scores) if self.rows.lists_few else None
+        wanted = {} if raised is None else {row: raised[row].nonzero()[:, 0].tolist() for row in live}
+        self.rows.begin(scores.float(), wanted)
         weights = self.call.weights.at(self.rows.num_steps, self._input_ids)
         deciding = [row for row in live if not self._progress[row].to_write]
         fused = self._step.run(self.rows, weights, deciding, self.is_constrained)
@@ -162,6 +172,7 @@ class TokenDecoder:
             self._progress[row].num_ensembled += fused.closed is None or row not in fused.closed
         self._last_plan = fused.plan
         self._normalizers = fused.normalizers
+        self._fused = fused if self.rows.lists_few else None
         if self._recorder is not None:
             self._recorded = fused
         if self._keeps_rows:
@@ -197,6 +208,10 @@ class TokenDecoder:
         """
         if self._proposals is None:
             return scores
+        if self._fused is not None:
+            self._proposals, scores = with_allowed(
+                self.rows, self._step, self._fused, self._proposals, scores, self._queued
+            )
         settled, falls_back = self._proposals.settled(scores, self._raised.at(input_ids, scores))
         decided = self._proposals.decided(falls_back)
         if self._keeps_rows:

@@ -32,7 +32,7 @@ def check_placement(items: Sequence[MemberConfig], placement: Any, refuses_remot
                 f"member {name_of(item)!r} of this saved ensemble is to run in a Ray actor (`ray={item.ray}`). A saved "
                 "ensemble starts something elsewhere only if you say so: pass `allow_remote=True`."
             )
-        if placement == "ray" and item.ray is None:
+        if placement == "ray" and not item.is_elsewhere:
             item.ray = {}
 
 

@@ -29,6 +29,7 @@ from .finding import checked_member, read_source
 from .in_place import finish_writing
 from .local_models import Listed, hub_options, load_member, load_models, load_tokenizer
 from .references import Place, check_token, whole_path, with_paths
+from .served import check_served, connect
 
 Part: TypeAlias = tuple[PreTrainedModel, PreTrainedTokenizerBase] | Member
 """What has been loaded for a member: its model and tokenizer, or the member itself where that is elsewhere."""
@@ -130,6 +131,7 @@ class Loading:
         tokenizers: Sequence[Any] | None = None,
         placement: str | None = None,
         allow_remote: bool = False,
+        api_key_env: Any = None,
         **kwargs: Any,
     ) -> Self:
         """Load an ensemble from its members, or as it was saved.
@@ -146,7 +148,10 @@ class Loading:
             device_map: Where the weights go, as in `transformers`: one value for all members, or a list.
             tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
             placement: `"ray"`: every member runs in a Ray actor, also where its `MemberConfig` does not say so. Needs `ray`.
-            allow_remote: Whether a saved ensemble may start actors, as it says itself. Members that you list may.
+            allow_remote: Whether a saved ensemble may start actors and reach servers, as it says itself. Members that you
+                list may.
+            api_key_env: Name of the environment variable whose key goes to the servers of members that ask for one; or a
+                list with one per member. Keys that a saved ensemble asks for are sent only if you name them here.
             **kwargs: `revision` and `subfolder` of the ensemble; everything else (`token`, `cache_dir`, `max_memory` for
                 all members together, `attn_implementation`, …) is passed on to every member's loading.
 
@@ -176,8 +181,12 @@ class Loading:
         if is_saved and dtype is not None and dtype != "auto":
             for item in asked.members:
                 item.dtype = None
+        check_served(asked.members, api_key_env, is_saved, allow_remote)
         check_placement(asked.members, placement, is_saved and not allow_remote)
-        found = [checked_member(number, item, hub) for number, item in enumerate(asked.members)]
+        found = [
+            (item, None) if item.url is not None else checked_member(number, item, hub)
+            for number, item in enumerate(asked.members)
+        ]
         items = [item for item, _ in found]
         parts = _load_members(items, [own for _, own in found], dtype, device_map, tokenizers, kwargs)
         try:
@@ -200,6 +209,8 @@ def _described(part: Part, item: MemberConfig) -> MemberConfig:
     """The member's configuration with what its model and tokenizer tell."""
     item = with_paths(item, whole_path)
     if isinstance(part, Member):
+        if item.tokenizer is None:
+            item.tokenizer = whole_path(part.tokenizer.name_or_path) or None
         return item
     model, tokenizer = part
     if item.dtype is None:
@@ -216,7 +227,7 @@ def _described(part: Part, item: MemberConfig) -> MemberConfig:
 
 def _load_members(
     items: Sequence[MemberConfig],
-    configs: Sequence[PreTrainedConfig],
+    configs: Sequence[PreTrainedConfig | None],
     dtype: Any,
     device_map: Any,
     tokenizers: Sequence[Any] | None,
@@ -226,18 +237,18 @@ def _load_members(
 
     Args:
         items: The members.
-        configs: Their configurations.
+        configs: Their configurations; None for those that are served.
         dtype: One for all members that name none, or a list with one per member.
         device_map: One for all members that name none, or a list with one per member.
         tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
         kwargs: Passed on to every member's loading.
 
     Returns:
-        Models and tokenizers; of actors the members.
+        Models and tokenizers; of what is elsewhere the members.
 
     Raises:
         ConfigurationError: If a list does not have one entry per member, the members do not fit into memory, the
-            weights cannot be read, or an actor cannot be had.
+            weights cannot be read, or an actor or a server cannot be had.
         VocabularyError: If a tokenizer is missing.
     """
     dtypes = _per_member("dtype", dtype, [item.dtype for item in items])
@@ -248,25 +259,29 @@ def _load_members(
     for of_member in zip(items, configs, dtypes, device_maps, given, strict=True):
         item, _, own_dtype, own_map, tokenizer = of_member
         source = item
-        if item.ray is None:  # what is in an actor is a whole member
+        if not item.is_elsewhere:  # what is elsewhere is a whole member
             source = dataclasses.replace(item, name=None, eos_token_id=[], chat_template=None, system_prompt=None)
         keys.append(repr((source, own_dtype, own_map, id(tokenizer))))
         distinct.setdefault(keys[-1], of_member)
-    # Actors load while the others do.
-    of_actors = {key: value for key, value in kwargs.items() if key != "max_memory"}  # which is for devices here
-    actors: dict[str, RayMember] = {}
+    of_elsewhere = {key: value for key, value in kwargs.items() if key != "max_memory"}  # which is for devices here
+    elsewhere: dict[str, Member] = {}
     try:
+        # What is quickly found wrong comes first. Actors load while the others do.
+        for key, (item, _, _, _, tokenizer) in distinct.items():
+            if item.url is not None:
+                elsewhere[key] = connect(item, load_tokenizer(item, tokenizer, kwargs), hub_options(kwargs))
         for key, (item, _, own_dtype, own_map, tokenizer) in distinct.items():
             if item.ray is not None:
-                actors[key] = start_actor(item, own_map, load_member, own_dtype, tokenizer, of_actors)
-        own = {key: of_member for key, of_member in distinct.items() if of_member[0].ray is None}
-        loaded: dict[str, Part] = {**load_models(own, kwargs), **actors}
-        for key, actor in actors.items():
+                elsewhere[key] = start_actor(item, own_map, load_member, own_dtype, tokenizer, of_elsewhere)
+        own = {key: of_member for key, of_member in distinct.items() if not of_member[0].is_elsewhere}
+        loaded: dict[str, Part] = {**load_models(own, kwargs), **elsewhere}
+        for key, actor in elsewhere.items():
             item, _, _, _, tokenizer = distinct[key]
-            actor.finish(load_tokenizer(item, tokenizer, of_actors), item.chat_template, item.system_prompt)
+            if isinstance(actor, RayMember):
+                actor.finish(load_tokenizer(item, tokenizer, of_elsewhere), item.chat_template, item.system_prompt)
     except BaseException:
-        for actor in actors.values():
-            actor.close()
+        for member in elsewhere.values():
+            member.close()
         raise
     for item, tokenizer in zip(items, given, strict=True):
         if tokenizer is not None:

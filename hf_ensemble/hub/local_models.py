@@ -7,7 +7,6 @@ from typing import Any
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -20,8 +19,8 @@ from .finding import source_options
 from .placement import check_memory, remaining_memory
 from .references import HUB_OPTIONS, Place, name_of
 
-Listed = tuple[MemberConfig, PreTrainedConfig, Any, Any, Any]
-"""A member with its configuration, dtype, device map and tokenizer, as a user asks for them."""
+Listed = tuple[MemberConfig, Any, Any, Any, Any]
+"""A member with its configuration (None if it is served), dtype, device map and tokenizer, as a user asks for them."""
 
 
 def load_models(

@@ -45,6 +45,7 @@ def model_card(plan: SavePlan, source: str, tags: Sequence[str], api: HfApi | No
         source=json.dumps(source),
         rows=list(zip(plan.ensemble.member_views, loaded, commits, licenses, weights, strict=True)),
         is_included=bool(plan.bundled),
+        is_remote=any(item.url is not None for item in loaded),
         origin=_origin,
         plain=_plain,
         method=config.method.name,

@@ -127,7 +127,7 @@ def _plan_references(ensemble: Any, reference: Callable[[MemberConfig, Member], 
     """Every member as it is to be found again, if what its configuration names is the member."""
     items = []
     for item, member in zip(ensemble.config.members, ensemble.member_views, strict=True):
-        if not item.path:
+        if not (item.path or item.url):
             raise ConfigurationError(
                 f"member {member.name!r} was given as an object without an id or path, so there is nothing to save a "
                 "reference to. Pass `include_members=True`, or save it by itself first and load the ensemble from there."
@@ -210,7 +210,9 @@ def _checked_config(ensemble: Any, items: list[MemberConfig]) -> EnsembleConfig:
     config: EnsembleConfig = copy.deepcopy(ensemble.config)
     # Members may have been cast since they were loaded.
     pairs = zip(items, ensemble.member_views, strict=True)
-    config.members = [dataclasses.replace(item, dtype=member.dtype) for item, member in pairs]
+    config.members = [
+        item if item.url is not None else dataclasses.replace(item, dtype=member.dtype) for item, member in pairs
+    ]
     config.architectures = [type(ensemble).__name__]
     if config.weights is not None:
         normalize_weights(config.weights, len(items), config.method.takes_weights_as_given)

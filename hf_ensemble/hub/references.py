@@ -82,7 +82,7 @@ class Place:
 
 def name_of(item: MemberConfig) -> str:
     """What a member is called in errors before it is loaded."""
-    return item.name or str(item.path)
+    return item.name or item.path or str(item.model)
 
 
 def check_token(token: Any) -> None:

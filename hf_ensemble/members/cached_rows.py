@@ -1,7 +1,7 @@
 """What every kind of cache offers to a state."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,16 +29,20 @@ class CachedRows(ABC):
             has in common with them need not be computed again.
         can_be_cut: Whether rows roll back to any length without being read anew.
         run_beside: Whether what is started runs beside the host, on a GPU or elsewhere.
+        is_elsewhere: Whether nothing of a text is kept here, so that it helps nobody to read a prompt ahead.
         num_forwards: Number of forward passes that the last `forward` took.
+        where: Says where a row is, for errors: "in row 0 at step 1".
     """
 
     mode: str
     can_be_cut = True
     run_beside = False
+    is_elsewhere = False
     num_forwards = 1
 
     def __init__(self, num_rows: int):
         self.cached: list[list[int]] = [[] for _ in range(num_rows)]
+        self.where: Callable[[int], str] = lambda row: f"in row {row}"
 
     @abstractmethod
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
@@ -72,6 +76,11 @@ class CachedRows(ABC):
     def collect(self, logits: Tensor) -> Tensor:
         """Wait for the logits that were started last, and give the caller its own."""
         return logits
+
+    @property
+    def share_in_one_request(self) -> float | None:
+        """In which share of rows and steps one request to a server was enough; None where there is no server."""
+        return None
 
     # Of members that send few entries in place of whole rows; others are never asked.
 

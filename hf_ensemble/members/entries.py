@@ -1,5 +1,6 @@
 """What a member says of a step where it does not send a whole row of logits: few ids with their logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +35,14 @@ class Entries:
         logits: In float32, of the same shape. Log-probabilities serve where a member tells no more.
         normalizers: Logsumexp of all the member's logits, of shape `(num_rows,)`; NaN or infinite where these are. None
             where nobody knows it.
+        contenders: For each row ids of further entries, which may be among the best once all their ids are known. Empty
+            where there are none.
     """
 
     ids: Tensor
     logits: Tensor
     normalizers: Tensor | None = None
+    contenders: Sequence[Sequence[int]] = ()
 
     def beside(self, other: "Entries") -> "Entries":
         """These and others of the same rows."""

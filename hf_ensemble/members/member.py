@@ -49,6 +49,36 @@ class OwnAnswer:
     log_prob: float | None = None
 
 
+@dataclass(frozen=True)
+class OwnText:
+    """A text of which a member is asked how likely it is.
+
+    Attributes:
+        prompt: Ids that stand before it, at least one.
+        ids: Its ids.
+        end_ids: Ids of which any has to follow it; None where nothing has to.
+        where: What errors call it: "in continuation 3".
+    """
+
+    prompt: Sequence[int]
+    ids: Sequence[int]
+    end_ids: Sequence[int] | None
+    where: str
+
+
+@dataclass(frozen=True)
+class OwnLikelihood:
+    """How likely a text is.
+
+    Attributes:
+        log_probs: Natural logarithm of the probability of each of its ids, and of its end, if it has to end.
+        is_greedy: Whether each is the member's best.
+    """
+
+    log_probs: Sequence[float]
+    is_greedy: bool
+
+
 class Member(TokenizedMember, ABC):
     """A language model with its tokenizer, as an ensemble sees it.
 
@@ -78,6 +108,10 @@ class Member(TokenizedMember, ABC):
     """
 
     offers: ClassVar[frozenset[Offer]]
+    is_served: ClassVar[bool] = False
+    """Whether it is behind a server, which is asked by requests."""
+    writes_by_itself: ClassVar[bool] = False
+    """Whether it writes whole answers otherwise than as an ensemble of one."""
     model: Any = None
     config: PreTrainedConfig | None
     generation_config: GenerationConfig | None
@@ -152,6 +186,17 @@ class Member(TokenizedMember, ABC):
                 "load it as a causal language model of this process."
             )
 
+    def check_method(self, config: MethodConfig) -> None:
+        """Refuse options of a method that it offers but not to this extent.
+
+        Args:
+            config: The method's options.
+
+        Raises:
+            ConfigurationError: If there are such.
+        """
+        return
+
     @property
     def runs_in_loop(self) -> bool:
         """Whether it can be the primary whose passes the stock loop runs; else its own state runs it at every step."""
@@ -209,8 +254,8 @@ class Member(TokenizedMember, ABC):
 
     def answers(
         self, contexts: Sequence[MemberContext], settings: GenerationConfig, seeds: Sequence[int] | None
-    ) -> list[OwnAnswer] | None:
-        """Write a whole answer after each context, where the member does so otherwise than as an ensemble of one.
+    ) -> list[OwnAnswer]:
+        """Write a whole answer after each context, of a member that `writes_by_itself`.
 
         Args:
             contexts: What it has read, a row an answer.
@@ -218,7 +263,22 @@ class Member(TokenizedMember, ABC):
             seeds: Of each answer; None where nothing is drawn.
 
         Returns:
-            An answer for each context; None for a member that writes as an ensemble of one.
+            An answer for each context.
+
+        Raises:
+            ConfigurationError: If it does not know an option.
+            MemberError: If it fails.
+        """
+        raise NotImplementedError
+
+    def likelihoods(self, texts: Sequence[OwnText]) -> list[OwnLikelihood] | None:
+        """Say how likely texts are, where the member does so otherwise than by its logits.
+
+        Args:
+            texts: The texts.
+
+        Returns:
+            What it says of each; None for a member whose logits are read.
 
         Raises:
             MemberError: If it fails.
@@ -291,5 +351,6 @@ def refuse_missing_offers(members: Sequence[Member], config: MethodConfig, parti
     members[0].refuse({Offer.PRIMARY}, "the ensemble")
     for index in sorted(participants):
         members[index].refuse(config.asks, f"method {config.name!r}")
+        members[index].check_method(config)
     if config.gate_rule is not None:
         members[config.gate_rule[0]].refuse({Offer.GATE}, f"method {config.name!r}")

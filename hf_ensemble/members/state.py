@@ -1,7 +1,7 @@
 """A member's cached state for the rows of one call."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,12 +34,14 @@ class MemberState:
         contexts: What each row is brought to when its logits are asked for; others may be put in their place, of which
             only what is new is computed.
         num_forwards: Number of forward passes so far.
+        where: Says where a row is, for errors; None where nobody does.
     """
 
     def __init__(self, member: Member, contexts: Sequence[Any], mode: str | None = None, num_expected: int = 0):
         self.member = member
         self.contexts = list(contexts)
         self.num_forwards = 0
+        self.where: Callable[[int], str] | None = None
         self._mode = mode
         self._num_expected = num_expected
         self._logits: Tensor | None = None
@@ -105,6 +107,8 @@ class MemberState:
             rows: Rows that are wanted.
             entry_ids: Which ids take part, and make an entry together.
         """
+        if self.where is not None:
+            self.caches.where = self.where
         self.caches.start_entries([context.ids for context in self.contexts], rows, count, entry_ids)
         self.num_forwards += 1
 

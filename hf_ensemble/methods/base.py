@@ -2,7 +2,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -214,12 +214,18 @@ class TokenMethod(ABC):
         """Union entries that the primary cannot write."""
         return (self.maps[0].first_id[self.union.primary_size : -1] < 0).nonzero()[:, 0] + self.union.primary_size
 
-    def asked(self, logits: Sequence[Tensor | None], takes_part: Tensor) -> list[list[list[int]]]:
+    def asked(
+        self,
+        logits: Sequence[Tensor | None],
+        takes_part: Tensor,
+        contenders: Mapping[int, Mapping[int, Sequence[int]]],
+    ) -> list[list[list[int]]]:
         """Which ids of each member `mix` reads, where `num_entries` says that these are few.
 
         Args:
             logits: As for `mix`, of which the best `num_entries` entries of each row are enough.
             takes_part: Which members take part in which row, of shape `(batch_size, num_members)`.
+            contenders: By member and row, ids of further entries that it may propose once all their ids are known.
 
         Returns:
             For each member and row the ids.

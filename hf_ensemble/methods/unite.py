@@ -1,6 +1,6 @@
 """UniTE: mixing over the union of the members' few best entries."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,6 +36,11 @@ class UniteConfig(GatedConfig, _TopKConfig):  # the fields of the last base come
     def asks(self) -> frozenset[Offer]:
         """What every member that takes part has to give."""
         return frozenset({Offer.ENTRIES})
+
+    @property
+    def num_entries(self) -> int:
+        """Number of best entries that every member has to give."""
+        return self.top_k
 
     def build(
         self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device
@@ -133,12 +138,32 @@ class Unite(TokenMethod):
         is_key[:, 1:] &= keys[:, 1:] != keys[:, :-1]
         return keys.clamp_min_(0), is_key
 
-    def asked(self, logits: Sequence[Tensor | None], takes_part: Tensor) -> list[list[list[int]]]:
+    def asked(
+        self,
+        logits: Sequence[Tensor | None],
+        takes_part: Tensor,
+        contenders: Mapping[int, Mapping[int, Sequence[int]]],
+    ) -> list[list[list[int]]]:
         """The ids in which each member writes what anybody proposes; see `TokenMethod.asked`."""
         present = [index for index, one in enumerate(logits) if one is not None]
         rows = [(self.masked(one, index), index) for index, one in enumerate(logits) if one is not None]
         entries = [merge_duplicates(row, self.maps[index].duplicates) for row, index in rows]
         keys, is_key = self._keys(entries, present, takes_part.to(self.device).T[present, :, None])
+        if any(of_member.values() for of_member in contenders.values()):
+            more = [
+                torch.tensor(
+                    [
+                        int(self._to_union[index, i])
+                        for index, of_rows in contenders.items()
+                        for i in of_rows.get(row, ())
+                    ],
+                    dtype=torch.long,
+                )
+                for row in range(len(keys))
+            ]
+            padded = pad_sequence(more, batch_first=True, padding_value=-1).to(self.device)
+            keys = torch.cat([keys, padded.clamp_min(0)], dim=-1)
+            is_key = torch.cat([is_key, padded >= 0], dim=-1)
         at = torch.where(is_key, self._read_from[:, keys], -1)  # (M, B, M * k)
         return [maps.ids_read(of_member) for maps, of_member in zip(self.maps, at.tolist(), strict=True)]
 

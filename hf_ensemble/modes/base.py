@@ -89,6 +89,9 @@ class Mode(ABC):
             if settings.output_logits:
                 output["logits"] = tuple(self.decoder.logits_rows)
             output["num_forwards"] = self.decoder.num_forwards
+            share = getattr(self.decoder, "share_in_one_request", None)
+            if share is not None:
+                output["share_in_one_request"] = share
             if settings.num_beams in (None, 1):
                 output["share_ensembled"] = self.decoder.share_ensembled
         if self.recorder is not None:

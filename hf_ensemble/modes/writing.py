@@ -179,11 +179,17 @@ class Writing:
     ) -> list[tuple[int, Written]] | None:
         """What a member writes that is no ensemble of one; None for one that is."""
         member, prompts = self._call.members[index], self._asked.prompts
+        if not member.writes_by_itself:
+            return None
+        given = [name for name, value in self._asked.arguments.items() if value and name != "synced_gpus"]
+        if index == 0 and given:
+            raise ConfigurationError(
+                f"`{given[0]}` cannot be used where the primary {member.name!r} writes whole answers: it is {member.kind}, "
+                "which does not know it. Leave it out, or load the member into this process."
+            )
         began = time.perf_counter()
         contexts = [prompts.contexts[index][prompts.prompt_of_row[row]] for row, _ in items]
         answers = member.answers(contexts, settings, self._seeds(index, member.name, items))
-        if answers is None:
-            return None
         seconds = (time.perf_counter() - began) / len(items)
         write = member.encoder.token_bytes.write
         return [

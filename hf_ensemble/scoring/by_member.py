@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import messages
 from ..decoding.teacher_forcing import ForcedMember, ForcedText, OwnLogProbs, advance_by_blocks
-from ..members.member import Member
+from ..members.member import Member, OwnText
 from .pairs import Pair
 
 _REMEDY = "Shorten the prompt, or score the text in parts"
@@ -75,6 +75,10 @@ def score_by_member(
     scores = {}
     for index, rows in pairs.items():
         member = members[index]
+        by_itself = _by_itself(member, rows, names)
+        if by_itself is not None:
+            scores[index] = by_itself
+            continue
         forced, own = ForcedMember(member, texts[index]), OwnLogProbs(member, over_all_ids)
         targets = [pair.targets for pair in rows]
         found: list[list[float]] = [[-math.inf] if pair.end_ids == () else [] for pair in rows]
@@ -95,6 +99,30 @@ def score_by_member(
             OwnScore(torch.tensor(values, dtype=torch.float64), pair.num_bytes, greedy)
             for values, pair, greedy in zip(found, rows, is_greedy, strict=True)
         ]
+    return scores
+
+
+def _by_itself(member: Member, rows: Sequence[Pair], names: Sequence[str] | None) -> list[OwnScore] | None:
+    """What a member says of texts that does not give its logits; None for others."""
+    found = member.likelihoods(
+        [
+            OwnText(
+                pair.prompt,
+                pair.continuation,
+                pair.end_ids or None,
+                "on the prompt" if names is None else f"in {name}",
+            )
+            for pair, name in zip(rows, names or [""] * len(rows), strict=True)
+        ]
+    )
+    if found is None:
+        return None
+    scores = []
+    for pair, own in zip(rows, found, strict=True):
+        cannot_end = pair.end_ids == ()
+        log_probs = [*own.log_probs, *[-math.inf] * cannot_end]
+        is_greedy = own.is_greedy and not cannot_end
+        scores.append(OwnScore(torch.tensor(log_probs, dtype=torch.float64), pair.num_bytes, is_greedy))
     return scores
 
 

@@ -13,9 +13,9 @@ import traceback
 import pytest
 import torch
 
+from hf_ensemble.address import shown
 from hf_ensemble.errors import ConfigurationError, MemberError
 from hf_ensemble.members.served import http_client
-from hf_ensemble.members.served.address import shown
 from hf_ensemble.members.served.completions import Completions
 from hf_ensemble.members.served.http_client import HttpClient
 from hf_ensemble.members.served.start_check import check_server

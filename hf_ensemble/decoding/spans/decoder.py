@@ -17,6 +17,7 @@ from ...errors import MemberError
 from ...members.member import Member
 from ...methods.base import eos_ids_of
 from ...methods.sweetspan import SweetSpanConfig, choose_span
+from ...offers import Offer as Asked
 from ...recording.decisions import Decisions
 from ...recording.spans import SpanCandidate, SpanRound, decisions_of_rounds
 from ...vocabulary.encoding import split_begun_character
@@ -26,6 +27,7 @@ from ..prompts import expand_prompts, read_prompts
 from ..text_warnings import warn_of_losses
 from .participant import Offer, Participant, Proposal, primary_ids
 from .rows import SpanRow
+from .served_participant import ServedParticipant
 
 T = TypeVar("T")
 
@@ -75,7 +77,7 @@ class SpanDecoder:
         min_new_tokens = max(settings.min_new_tokens or 0, (settings.min_length or 0) - loop.input_ids.shape[1])
         prompts = read_prompts(members, participants, "append", loop.input_ids, loop.mask, call.own_prompts)
         self._states = {
-            index: Participant(call, loop, index, eos_ids[index], of_prompts)
+            index: _kind_of(members[index])(call, loop, index, eos_ids[index], of_prompts)
             for index, of_prompts in prompts.contexts.items()
         }
         expand_prompts(self._states, prompts.prompt_of_row)
@@ -273,3 +275,8 @@ class SpanDecoder:
         self._live = [self._live[place] for place in places]
         for one in self._states.values():
             one.select(places)
+
+
+def _kind_of(member: Member) -> type[Participant]:
+    """How a member takes part: by its logits, or by what its server writes and says."""
+    return Participant if Asked.ROWS in member.offers else ServedParticipant

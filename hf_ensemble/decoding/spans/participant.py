@@ -264,6 +264,16 @@ class Participant(MemberState):
             reading.eos_id = own.best_eos[-1]
         return reading
 
+    def _unscored(self, offers: Sequence[Sequence[Offer]]) -> list[tuple[int, Reading]]:
+        """What has to be scored, each with the place of its row: where there is more than one candidate."""
+        return [
+            (place, reading)
+            for place, of_row in enumerate(offers)
+            if len(of_row) > 1 and not self.contexts[place].sits_out
+            for reading in (offer.readings[self.index] for offer in of_row)
+            if reading.log_prob is None
+        ]
+
     def score(
         self, rows: Sequence[SpanRow], proposals: Sequence[Proposal], offers: Sequence[Sequence[Offer]]
     ) -> Generator[None, None, None]:
@@ -282,13 +292,7 @@ class Participant(MemberState):
         Raises:
             MemberError: If the member gives NaN.
         """
-        todo = [
-            (place, reading)
-            for place, of_row in enumerate(offers)
-            if len(of_row) > 1 and not self.contexts[place].sits_out
-            for reading in (offer.readings[self.index] for offer in of_row)
-            if reading.log_prob is None
-        ]
+        todo = self._unscored(offers)
         if not todo:
             return
         beside = [(place, reading) for place, reading in todo if reading.num_tokens > 1]

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import httpx2 as httpx
 
+from ...address import checked_url, shown
 from ...errors import ConfigurationError, MemberError
-from .address import checked_url, shown
 
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")

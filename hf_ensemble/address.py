@@ -2,7 +2,7 @@
 
 from urllib.parse import urlsplit
 
-from ...errors import ConfigurationError
+from .errors import ConfigurationError
 
 
 def checked_url(url: str, name: str) -> str:

@@ -1,0 +1,116 @@
+"""Members behind a server: their tokenizers and configurations are read here, and their servers asked."""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from .. import messages
+from ..config import MemberConfig, last_part
+from ..errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ..members.served.member import ServedMember
+
+_TIMEOUT = 120.0
+
+
+def check_served(items: Sequence[MemberConfig], api_key_env: Any, is_saved: bool, allow_remote: bool) -> None:
+    """Refuse served members that cannot be reached, or must not be, before anything is asked.
+
+    Args:
+        items: The members, of which `api_key_env` is changed in place.
+        api_key_env: What `from_pretrained` was given: one name for every member that asks for a key, or one per member.
+        is_saved: Whether the members were saved, so that nobody has looked at them.
+        allow_remote: Whether saved members may be reached.
+
+    Raises:
+        ConfigurationError: If one must not be reached, its key must not be sent, or what reaches it is not installed.
+    """
+    for number, item in enumerate(items):
+        if item.url is None:
+            continue
+        if is_saved and not allow_remote:
+            raise ConfigurationError(
+                f"member {number} of this saved ensemble, {item.model!r}, is behind the server {item.url}, to which prompts "
+                "would be sent. A saved ensemble reaches servers only if you say so: pass `allow_remote=True`."
+            )
+        try:
+            import httpx2  # noqa: F401
+        except ImportError as error:
+            raise ConfigurationError(
+                f"member {number} is behind a server, which is reached with `httpx2`, which is not installed: "
+                '`pip install "hf_ensemble[served]"` or `pip install httpx2`.'
+            ) from error
+    _take_keys(items, api_key_env, is_saved)
+
+
+def _take_keys(items: Sequence[MemberConfig], given: Any, is_saved: bool) -> None:
+    """Take in the names of keys. Those that a saved ensemble names are sent only if the caller names them too."""
+    if isinstance(given, (list, tuple)):
+        if len(given) != len(items):
+            raise messages.wrong_count("api_key_env", len(given), len(items))
+        names = list(given)
+    else:
+        names = [None if item.api_key_env is None else given for item in items]
+        if given is not None and not any(names):
+            raise ConfigurationError(
+                f"`api_key_env={given!r:.200}` is for members that ask for a key, but there is none. Pass a list with one "
+                "per member, None where no key is wanted."
+            )
+    for number, (item, name) in enumerate(zip(items, names, strict=True)):
+        if name is not None and (item.url is None or not isinstance(name, str)):
+            raise ConfigurationError(
+                f"`api_key_env` has to be the name of an environment variable for members with a `url`, but is {name!r:.200} "
+                f"for member {number}."
+            )
+        if is_saved and item.api_key_env is not None and name is None:
+            raise ConfigurationError(
+                f"member {number} of this saved ensemble, {item.model!r}, asks for the key in ${item.api_key_env} to be sent "
+                f"to {item.url}. That is done only if you say so: pass `api_key_env={item.api_key_env!r}`."
+            )
+        item.api_key_env = name or item.api_key_env
+
+
+def connect(item: MemberConfig, tokenizer: PreTrainedTokenizerBase, hub: Mapping[str, Any]) -> "ServedMember":
+    """Ask the server of a member, and read what is known of its model where the tokenizer is.
+
+    Args:
+        item: The member.
+        tokenizer: Its tokenizer.
+        hub: Options of Hub access.
+
+    Raises:
+        ConfigurationError: If the server has no such model, or the tokenizer does not fit.
+        MemberError: If the server does not answer.
+    """
+    from ..members.served.http_client import HttpClient
+    from ..members.served.member import ServedMember
+
+    source = item.tokenizer or tokenizer.name_or_path
+    config: PreTrainedConfig | None = None
+    generation_config = None
+    if source and (os.path.isdir(source) or not os.path.isabs(source)):
+        with contextlib.suppress(OSError, ValueError):
+            config = AutoConfig.from_pretrained(source, **hub)
+        with contextlib.suppress(OSError, ValueError):
+            generation_config = GenerationConfig.from_pretrained(source, **hub)
+    name = item.name or last_part(str(item.model))
+    client = HttpClient(name, str(item.url), item.api_key_env, item.timeout or _TIMEOUT)
+    try:
+        return ServedMember(
+            client,
+            str(item.model),
+            tokenizer,
+            config,
+            generation_config,
+            item.vocab_size,
+            item.eos_token_id,
+            item.chat_template,
+            item.system_prompt,
+        )
+    except BaseException:
+        client.close()
+        raise

@@ -1,0 +1,118 @@
+"""Whole answers of a server: what options become in a request, and what was written becomes an answer."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ...errors import ConfigurationError
+from ..member import OwnAnswer
+from .completions import WrittenId
+
+_WITHOUT = {
+    "num_beams": 1,
+    "typical_p": 1.0,
+    "top_h": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "length_penalty": 1.0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "max_time": None,
+}
+"""Options that a server does not know, with the values at which they do nothing."""
+
+
+def refuse_options(name: str, settings: GenerationConfig) -> None:
+    """Refuse options that a server does not know.
+
+    Args:
+        name: Of the member, for the error.
+        settings: The options.
+
+    Raises:
+        ConfigurationError: If one of them does something.
+    """
+    for option, nothing in _WITHOUT.items():
+        value = getattr(settings, option, None)
+        if value is not None and value != nothing:
+            raise ConfigurationError(
+                f"member {name!r} writes at its server, which does not know `{option}={value!r:.80}`. Leave it out, or load "
+                "the member into this process."
+            )
+
+
+def sampling_of(settings: GenerationConfig, seed: int | None) -> dict[str, Any]:
+    """How a server is to choose ids.
+
+    Args:
+        settings: The options.
+        seed: From which its draws follow; None where nothing is drawn.
+    """
+    options: dict[str, Any] = {"repetition_penalty": _or(settings.repetition_penalty, 1.0)}
+    if settings.do_sample:
+        options |= {
+            "temperature": _or(settings.temperature, 1.0),
+            "top_k": _or(settings.top_k, 0),
+            "top_p": _or(settings.top_p, 1.0),
+            "min_p": _or(settings.min_p, 0.0),
+            "seed": seed,
+        }
+    return options
+
+
+def request_of(settings: GenerationConfig, seed: int | None, num_free: float) -> dict[str, Any]:
+    """The options of a request for a whole answer.
+
+    Args:
+        settings: The options of the call.
+        seed: From which its draws follow; None where nothing is drawn.
+        num_free: For how many ids there are positions.
+    """
+    stop = settings.stop_strings
+    max_tokens = int(min(settings.max_new_tokens or math.inf, num_free))
+    options = {
+        **sampling_of(settings, seed),
+        "max_tokens": max_tokens,
+        "min_tokens": min(settings.min_new_tokens or 0, max_tokens),
+        "stop_token_ids": _ends(settings),
+    }
+    if stop:
+        options |= {"stop": [stop] if isinstance(stop, str) else list(stop), "include_stop_str_in_output": True}
+    return options
+
+
+def written_answer(
+    written: Sequence[WrittenId], reason: str, settings: GenerationConfig, is_control: Callable[[int], bool]
+) -> OwnAnswer:
+    """What a server has written, as an answer.
+
+    Args:
+        written: The ids.
+        reason: Why it stopped: "stop" or "length".
+        settings: The options of the call.
+        is_control: Whether an id is a control token.
+    """
+    ids = tuple(one.id for one in written)
+    log_prob = math.fsum(one.log_prob for one in written)
+    if ids[-1] in _ends(settings):
+        return OwnAnswer(ids, "eos" if is_control(ids[-1]) else "text", log_prob)
+    return OwnAnswer(ids, "text" if reason == "stop" else None, log_prob)
+
+
+def _ends(settings: GenerationConfig) -> list[int]:
+    given: Any = settings.eos_token_id
+    return [] if given is None else [int(i) for i in (given if isinstance(given, (list, tuple)) else [given])]
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,165 @@
+"""Rows of a call whose texts a server reads: nothing of them is kept here but how often it was asked."""
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cached_rows import CachedRows
+from ..entries import Entries, EntryIds
+from .completions import MAX_ASKED, Completions
+from .http_client import collected
+
+SPARE = 10
+"""Ids that are asked for beside the wanted ones: control ids are among the best now and then."""
+
+
+class ServedRows(CachedRows):
+    """The rows of a call at a server, whose prefix cache knows what it has read before.
+
+    Args:
+        server: The model behind its server.
+        num_rows: Number of rows.
+        most: How many best ids the server lists, or the model has.
+
+    Attributes:
+        num_asked: How often the best entries of a row were asked for.
+        num_asked_again: How often given ids of a row were asked for after that.
+    """
+
+    mode = "served"
+    run_beside = True
+    is_elsewhere = True
+
+    def __init__(self, server: Completions, num_rows: int, most: int):
+        super().__init__(num_rows)
+        self._server, self._most = server, most
+        self.num_asked = self.num_asked_again = 0
+        self._texts: list[list[int]] = []
+        self._where: list[str] = []
+        self._wanted: tuple[int, EntryIds] | None = None
+        self._best: list[Future[dict[int, float]]] = []
+        self._asked: list[tuple[int, Future[Mapping[int, float]]]] = []
+
+    @property
+    def share_in_one_request(self) -> float | None:
+        """In which share of rows and steps the first answer held all ids that were needed; None before the first."""
+        return 1 - self.num_asked_again / self.num_asked if self.num_asked else None
+
+    def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
+        """Never asked: a server sends no whole rows."""
+        raise NotImplementedError
+
+    def start_entries(
+        self, texts: Sequence[Sequence[int]], rows: Sequence[int], count: int, entry_ids: EntryIds
+    ) -> None:
+        """Send a request for each row."""
+        self._texts = [list(texts[row]) for row in rows]
+        self._where = [self.where(row) for row in rows]
+        self._wanted = count, entry_ids
+        self.num_asked += len(rows)
+        number = min(count + SPARE, self._most)
+        self._best = [
+            self._server.client.submit(self._server.best, text, number, where)
+            for text, where in zip(self._texts, self._where, strict=True)
+        ]
+
+    def entries(self) -> Entries:
+        """What the server has listed, without ids that take no part."""
+        assert self._wanted is not None
+        count, entry_ids = self._wanted
+        mask = entry_ids.mask
+        groups = _groups_of(entry_ids)
+        rows, contenders = [], []
+        for text, found, where in zip(self._texts, collected(self._best), self._where, strict=True):
+            while True:
+                # Where nobody knows the size of the vocabulary, ids beyond the tokenizer's are rows without a token.
+                row = {i: value for i, value in found.items() if i < len(mask) and mask[i] == 0}
+                if len(row) >= count or len(row) >= (mask == 0).sum():
+                    break
+                if len(found) >= self._most:
+                    raise self._server.client.error(
+                        where,
+                        f"it lists {len(found)} ids, of which {len(row)} are text, but `top_k={count}` were asked for. Start "
+                        f"it with `--max-logprobs {2 * len(found)}`, or lower `top_k`.",
+                    )
+                found = self._server.best(text, min(2 * len(found), self._most), where)
+            rows.append(row)
+            contenders.append(_contenders(row, min(found.values()), groups, count))
+        return replace(_entries(rows), contenders=contenders)
+
+    def start_logits_of(self, ids: Sequence[Sequence[int]]) -> None:
+        """Send requests for the ids of each row, as many as their number takes, all at once."""
+        self._asked = []
+        for row, (text, asked, where) in enumerate(zip(self._texts, ids, self._where, strict=True)):
+            self.num_asked_again += bool(asked)
+            for start in range(0, len(asked), MAX_ASKED):
+                part = list(asked[start : start + MAX_ASKED])
+                future: Any = self._server.client.submit(self._server.log_probs_of, text, part, where)
+                self._asked.append((row, future))
+
+    def logits_of(self) -> Entries:
+        """The ids that were asked for, and the one that the server has chosen beside them."""
+        rows: list[dict[int, float]] = [{} for _ in self._texts]
+        found = collected([future for _, future in self._asked])
+        for (row, _), log_probs in zip(self._asked, found, strict=True):
+            rows[row].update(log_probs)
+        return _entries(rows)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep, repeat or drop rows."""
+        self.cached = [list(self.cached[row]) for row in rows]
+
+    def fork(self, rows: Sequence[int]) -> "ServedRows":
+        """Rows of their own that continue from these."""
+        return ServedRows(self._server, len(rows), self._most)
+
+    def adopt(self, fork: Any, rows: Sequence[int | None]) -> None:
+        """Nothing: the server knows what it has read."""
+
+
+def _groups_of(entry_ids: EntryIds) -> dict[int, list[int]]:
+    """All ids of each entry that has several, by each of them."""
+    duplicates = entry_ids.duplicates
+    of_entry: dict[int, list[int]] = {i: [i] for i in duplicates.canonical_ids.tolist()}
+    for i, canonical in zip(
+        duplicates.ids.tolist(), duplicates.canonical_ids[duplicates.position].tolist(), strict=True
+    ):
+        of_entry[canonical].append(i)
+    return {i: ids for ids in of_entry.values() for i in ids}
+
+
+def _contenders(row: Mapping[int, float], least: float, groups: Mapping[int, Sequence[int]], count: int) -> list[int]:
+    """Ids of listed entries that are not among the best, but may be once the ids that are not listed are known.
+
+    Args:
+        row: The log-probabilities of listed ids.
+        least: The lowest listed, above which no other is.
+        groups: All ids of each entry that has several, by each of them.
+        count: Number of best entries.
+    """
+    sums: dict[int, float] = {}
+    unlisted: dict[int, int] = {}
+    for i, value in row.items():
+        ids = groups.get(i, (i,))
+        sums[ids[0]] = sums.get(ids[0], 0.0) + math.exp(value)
+        unlisted[ids[0]] = sum(other not in row for other in ids)
+    order = sorted(sums, key=lambda i: -sums[i])
+    if len(order) <= count:
+        return []
+    bar = sums[order[count - 1]]
+    return [i for i in order[count:] if unlisted[i] and sums[i] + unlisted[i] * math.exp(least) >= bar]
+
+
+def _entries(rows: Sequence[Mapping[int, float]]) -> Entries:
+    width = max((len(row) for row in rows), default=0)
+    ids = torch.full((len(rows), width), -1)
+    logits = torch.full((len(rows), width), -torch.inf)
+    for n, row in enumerate(rows):
+        ids[n, : len(row)] = torch.tensor(list(row), dtype=torch.long)
+        logits[n, : len(row)] = torch.tensor(list(row.values()), dtype=torch.float32)
+    return Entries(ids, logits)
