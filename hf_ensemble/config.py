@@ -194,6 +194,11 @@ def _check_served(item: MemberConfig) -> None:
         raise ConfigurationError(
             f"a member at {item.url!r} needs `model`, the name under which the server has it (see {item.url}/models)."
         )
+    if item.api_key_env is not None and not item.api_key_env.isidentifier():
+        raise ConfigurationError(
+            "a member's `api_key_env` has to be the name of an environment variable, such as 'SERVER_KEY', and is none. It is "
+            "not shown here, in case that it is the key itself."
+        )
     if item.timeout is not None and not (is_number(item.timeout) and item.timeout > 0):
         raise ConfigurationError(
             f"a member's `timeout` has to be a number of seconds above 0, but is {item.timeout!r}."

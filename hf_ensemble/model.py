@@ -133,7 +133,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         """One member as an ensemble of one, which writes and scores as that member does by itself.
 
         It shares model and tokenizer with this ensemble, and keeps the member's name, EOS ids and chat template. Its
-        generation config is the member's own.
+        generation config is the member's own. A member behind a server writes by UniTE, from its best entries only.
 
         Args:
             member: Number of the member, 0 for the primary, or its name.
@@ -149,7 +149,8 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                 f"({', '.join(map(repr, names))}), but is {member!r}."
             )
         view, item = self._members[index], dataclasses.replace(self.config.members[index])
-        config = EnsembleConfig(members=[item], method="gac", primary_config=copy.deepcopy(view.config))
+        method = "gac" if Offer.ROWS in view.offers else "unite"
+        config = EnsembleConfig(members=[item], method=method, primary_config=copy.deepcopy(view.config))
         return type(self)(config, [view])
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from .. import messages
 from ..errors import MemberError
-from ..members.entries import Entries
 from ..members.member import Member
 from ..members.state import MemberState
 from ..methods.base import TokenMethod
 from .call import Call
-from .listed_ids import MAX_ALLOWED, ListedIds
+from .few_entries import FewEntries
+from .listed_ids import ListedIds
 from .prompts import expand_prompts, read_prompts
 from .step import sent
 from .text_warnings import warn_of_control, warn_of_losses
@@ -76,12 +76,8 @@ class LiveRows:
             for index in self.states
             if method.num_entries is not None and members[index].sends_entries(needs_whole_rows)
         }
-        self._listed = listed
-        self._wanted: Mapping[int, Sequence[int]] = {}
+        self._few = FewEntries(members, method, self.states, listed, self._num_rows)
         self._begun: dict[int, list[int]] = {}  # places of members whose step was started before the loop came to it
-        self._best: dict[int, Entries] = {}
-        self._contenders: dict[int, dict[int, Sequence[int]]] = {}  # by member and row
-        self._normalizers: dict[int, Tensor | None] = {}
         self._silent_ids = silent_ids
         self._warned_control: set[int] = set()
         self._warned_lossy: set[int] = set()
@@ -96,10 +92,9 @@ class LiveRows:
             scores: In float32, of shape `(batch_size, primary_vocab_size)`.
             wanted: By row, columns of the primary's of which it has to be known how likely they are.
         """
-        self._wanted = wanted
         self._device = scores.device
         self._said = {} if self.runs_primary else {0: scores}
-        self._best, self._contenders, self._normalizers = {}, {}, {}
+        self._few.begin(wanted, scores.device)
 
     def where(self, position: int) -> str:
         """Say where a row is at this step."""
@@ -124,7 +119,7 @@ class LiveRows:
         places_of = {
             index: [place for place, row in enumerate(self.live) if is_needed[index][row]]
             for index in self.states
-            if self._said.get(index) is None and index not in self._best
+            if self._said.get(index) is None and index not in self._few.normalizers
         }
         # All are started before one is waited for; what runs in this process may keep the host until it is through.
         to_start = [index for index, places in places_of.items() if places]
@@ -133,16 +128,17 @@ class LiveRows:
         for index, places in places_of.items():
             if index not in self._sparse:
                 self._said[index] = self._logits(index, places) if places else None
+        found = [self._said.get(index) for index in range(len(self.members))]
         if not self._sparse:
-            return [self._said.get(index) for index in range(len(self.members))]
+            return found
         for index, places in places_of.items():
             if places and index in self._sparse:
-                self._take(index, places, self.states[index].entries())
-        return self._with_asked(needed)
+                self._few.take(index, [self.live[place] for place in places])
+        return self._few.read(found, needed, self.live)
 
     def normalizers(self) -> dict[int, Tensor | None]:
         """The normalizers of members of which few entries travel."""
-        return self._normalizers
+        return self._few.normalizers
 
     def _start(self, index: int, places: list[int]) -> None:
         if self._begun.pop(index, None) == places:
@@ -154,60 +150,6 @@ class LiveRows:
             self.states[index].start_entries(self._method.num_entries, places, entry_ids)
         else:
             self.states[index].start(rows=places)
-
-    def _take(self, index: int, places: Sequence[int], best: Entries) -> None:
-        """Keep what a member says of its best entries in some of the live rows."""
-        rows = [self.live[place] for place in places]
-        self._best[index] = self._placed(best, rows)
-        self._contenders[index] = dict(zip(rows, best.contenders, strict=False))
-        known = best.normalizers
-        self._normalizers[index] = None if known is None else _at_rows(known, rows, self._num_rows, 0)
-
-    def _placed(self, entries: Entries, rows: Sequence[int]) -> Entries:
-        """Entries of some rows among all."""
-        return Entries(
-            _at_rows(entries.ids, rows, self._num_rows, -1), _at_rows(entries.logits, rows, self._num_rows, -1)
-        )
-
-    def _with_asked(self, needed: Tensor) -> list[Tensor | None]:
-        """All rows, where members of which few entries travel have been asked for what others propose too."""
-        found = [self._said.get(index) for index in range(len(self.members))]
-        for index, best in self._best.items():
-            found[index] = best.spread(self.members[index].vocab_size).to(self._device)
-        if not self._best:
-            return found
-        asked = self._method.asked(found, needed, self._contenders)
-        of_wanted = self._ids_of(self._wanted)
-        more = {
-            index: {row: [*asked[index][row], *of_rows.get(row, ())] for row in self.live}
-            for index, of_rows in of_wanted.items()
-        }
-        return self._asked(found, needed, more)
-
-    def _ids_of(self, columns: Mapping[int, Sequence[int]]) -> dict[int, dict[int, list[int]]]:
-        """For each member of which few entries travel and each row, its ids that count for some of the primary's columns."""
-        return {
-            index: {row: self._listed.ids_of(index, of_row) for row, of_row in columns.items()} for index in self._best
-        }
-
-    def _asked(
-        self, found: Sequence[Tensor | None], needed: Tensor, ids: Mapping[int, Mapping[int, Sequence[int]]]
-    ) -> list[Tensor | None]:
-        """All rows, once members have been asked for these ids of their rows, as far as they are not known yet."""
-        found = list(found)
-        waiting: dict[int, list[int]] = {}
-        for index, of_rows in ids.items():
-            rows = [row for row in self.live if needed[row, index]]
-            known = self._best[index].ids.tolist()
-            missing = [sorted(set(of_rows.get(row, ())).difference(known[row])) for row in rows]
-            if any(missing):
-                self.states[index].start_logits_of(missing)
-                waiting[index] = rows
-        for index, rows in waiting.items():
-            more = self.states[index].logits_of()
-            self._best[index] = self._best[index].beside(self._placed(more, rows))
-            found[index] = self._best[index].spread(self.members[index].vocab_size).to(self._device)
-        return found
 
     def ask(
         self, found: Sequence[Tensor | None], needed: Tensor, columns: Mapping[int, Sequence[int]]
@@ -222,17 +164,7 @@ class LiveRows:
         Raises:
             MemberError: If these are more than `MAX_ALLOWED` for a row and member, or a member fails.
         """
-        ids = {
-            index: {row: of_row for row, of_row in of_rows.items() if needed[row, index]}
-            for index, of_rows in self._ids_of(columns).items()
-        }
-        for index, of_rows in ids.items():
-            for row, of_row in of_rows.items():
-                if len(of_row) > MAX_ALLOWED:
-                    raise messages.too_many_allowed(
-                        self.members[index].name, len(of_row), MAX_ALLOWED, self.where(row)
-                    )
-        return self._asked(found, needed, ids)
+        return self._few.ask(found, needed, self.live, columns, self.where)
 
     def _logits(self, index: int, places: Sequence[int]) -> Tensor:
         """A member's logits in these of the live rows, of shape `(batch_size, vocab_size)`."""
@@ -359,10 +291,3 @@ class LiveRows:
                     of_primary = self._prompt_lengths[row] + self.num_steps
                     if (len(self.states[index].contexts[place].ids) if index else of_primary) > limit:
                         yield row, member, limit
-
-
-def _at_rows(values: Tensor, rows: Sequence[int], num_rows: int, filler: float) -> Tensor:
-    """Values of some rows at their places among all, of shape `(num_rows, ...)`."""
-    placed = values.new_full((num_rows, *values.shape[1:]), filler)
-    placed[list(rows)] = values
-    return placed

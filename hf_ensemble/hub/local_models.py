@@ -23,6 +23,9 @@ Listed = tuple[MemberConfig, Any, Any, Any, Any]
 """A member with its configuration (None if it is served), dtype, device map and tokenizer, as a user asks for them."""
 
 
+_REMEDY = "Set `MemberConfig(tokenizer=...)`, or pass `tokenizers=[...]` with one per member."
+
+
 def load_models(
     listed: Mapping[str, Listed], kwargs: dict[str, Any]
 ) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
@@ -123,6 +126,8 @@ def load_tokenizer(
     hub = hub_options(kwargs)
     source = given or item.tokenizer
     options: dict[str, Any] = {}
+    if source is None and item.path is None:
+        raise VocabularyError(f"member {name_of(item)!r} is behind a server, from which no tokenizer comes. {_REMEDY}")
     if source is None:
         # What an adapter was trained with lies beside it.
         beside = Place.of_adapter(item)
@@ -136,15 +141,14 @@ def load_tokenizer(
 
 
 def _read_tokenizer(item: MemberConfig, source: Any, options: dict[str, Any]) -> PreTrainedTokenizerBase:
-    remedy = "Set `MemberConfig(tokenizer=...)`, or pass `tokenizers=[...]` with one per member."
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:
         raise VocabularyError(
-            f"member {name_of(item)!r} has no tokenizer that can be loaded: {error} {remedy}"
+            f"member {name_of(item)!r} has no tokenizer that can be loaded: {error} {_REMEDY}"
         ) from error
     if len(tokenizer) == 0:
-        raise VocabularyError(f"member {name_of(item)!r} has an empty tokenizer. {remedy}")
+        raise VocabularyError(f"member {name_of(item)!r} has an empty tokenizer. {_REMEDY}")
     return tokenizer
 
 

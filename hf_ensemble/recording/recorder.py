@@ -90,6 +90,7 @@ class DecisionRecorder:
         heard: Tensor,
         closed: Collection[int] | None = None,
         queued: Collection[int] = (),
+        listing: Collection[int] = (),
     ) -> None:
         """Take what is known before the choice.
 
@@ -100,11 +101,13 @@ class DecisionRecorder:
             heard: In which rows which member counts, of the same shape.
             closed: Rows that a gate closed; None without a gate.
             queued: Rows that do not choose.
+            listing: Members of which these are log-probabilities, of few ids.
         """
         logprobs = {}
         for index, one in enumerate(logits):
             if one is not None and bool(heard[:, index].any()):
-                logprobs[index] = self.maps[index].masked(one).log_softmax(-1)
+                masked = self.maps[index].masked(one)
+                logprobs[index] = masked if index in listing else masked.log_softmax(-1)
         step = _Step(len(self._done), weights, heard, closed, queued, list(logprobs))
         self._pending = fused, logprobs, step
 

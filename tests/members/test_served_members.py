@@ -1,10 +1,12 @@
 """Members behind a server, beside the same members in this process."""
 
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import TextIteratorStreamer
+from transformers import TextIteratorStreamer, pipeline
 
 from hf_ensemble import (
     ConfigurationError,
@@ -13,10 +15,12 @@ from hf_ensemble import (
     MemberError,
     SweetSpanConfig,
     UniteConfig,
+    VocabularyError,
     VoteConfig,
     packllm_weights,
 )
-from hf_ensemble.decoding import live_rows
+from hf_ensemble.cli import main
+from hf_ensemble.decoding import few_entries
 from hf_ensemble.members.served import http_client
 from tests import tiny
 from tests.completions_server import changes, drops, is_slow, refuses, serving
@@ -96,7 +100,21 @@ def run(ensemble, prompts=PROMPTS, **options):
     return ensemble.generate(**inputs, **{"max_new_tokens": 10, "do_sample": False, **options})
 
 
-SERVED = pytest.mark.parametrize("served", [(1,), (0,), (0, 1)], ids=["assistant", "primary", "both"])
+WHO = {"assistant": (1,), "primary": (0,), "both": (0, 1)}
+SERVED = pytest.mark.parametrize("served", [pytest.param(WHO[who], id=who) for who in WHO])
+
+
+def cases(calls, *quick):
+    """All calls, whoever is served; but few of them where slow tests do not run."""
+    return pytest.mark.parametrize(
+        ("served", "call"),
+        [
+            pytest.param(served, call, id=f"{call}-{who}", marks=[] if f"{call}-{who}" in quick else pytest.mark.slow)
+            for who, served in WHO.items()
+            for call in calls
+        ],
+    )
+
 
 CALLS = {
     "greedy": {},
@@ -111,8 +129,7 @@ CALLS = {
 }
 
 
-@SERVED
-@pytest.mark.parametrize("call", CALLS)
+@cases(CALLS, "greedy-both", "sampled-assistant")
 def test_texts_are_those_of_members_in_this_process(local, made, served, call):
     options = CALLS[call]
     expected, found = run(local, **options), run(made(*served), **options)
@@ -169,8 +186,7 @@ CONSTRAINTS = {
 }
 
 
-@SERVED
-@pytest.mark.parametrize("call", CONSTRAINTS)
+@cases(CONSTRAINTS, "few ids-both", "raised-assistant")
 def test_what_constraints_leave_is_asked_for(local, made, servers, served, call):
     options = CONSTRAINTS[call]
     expected, found = run(local, **options), run(made(*served), **options)
@@ -188,7 +204,7 @@ def test_constraints_that_nobody_can_follow_are_an_error(made, monkeypatch):
     penalty = {"repetition_penalty": 1.5, **only(7, 70, 170, 250)}
     with pytest.raises(MemberError, match="leave none of what is proposed in row 0 at step 4, and change the scores"):
         run(ensemble, PROMPTS[:1], **penalty)
-    monkeypatch.setattr(live_rows, "MAX_ALLOWED", 3)
+    monkeypatch.setattr(few_entries, "MAX_ALLOWED", 3)
     with pytest.raises(MemberError, match="at step 4, but 5 ids of member 'gemma', which can be asked for 3 at most"):
         run(ensemble, PROMPTS[:1], **only(7, 70, 170, 250))
 
@@ -202,8 +218,7 @@ SPANS = {
 }
 
 
-@SERVED
-@pytest.mark.parametrize("call", SPANS)
+@cases(SPANS, "perplexity-both")
 def test_spans_are_those_of_members_in_this_process(local, made, served, call):
     options = {"method": "sweetspan", "return_dict_in_generate": True, **SPANS[call]}
     expected, found = run(local, **options), run(made(*served), **options)
@@ -225,8 +240,7 @@ ANSWERS = {
 }
 
 
-@SERVED
-@pytest.mark.parametrize("call", ANSWERS)
+@cases(ANSWERS, "rerank-both")
 def test_answers_are_those_of_members_in_this_process(local, made, served, call):
     options = {"return_dict_in_generate": True, **ANSWERS[call]}
     expected, found = run(local, **options), run(made(*served), **options)
@@ -237,6 +251,7 @@ def test_answers_are_those_of_members_in_this_process(local, made, served, call)
             assert a.scores == pytest.approx(b.scores, rel=1e-4)
 
 
+@pytest.mark.slow
 @SERVED
 def test_sampled_answers_follow_the_seed(made, served):
     options = {"method": VoteConfig(num_candidates=3), "do_sample": True, "return_dict_in_generate": True}
@@ -245,6 +260,7 @@ def test_sampled_answers_follow_the_seed(made, served):
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.slow
 @SERVED
 def test_likelihoods_are_those_of_members_in_this_process(local, made, served):
     texts = ["The capital", "Once upon"], [" of France", " a time there was"]
@@ -438,6 +454,8 @@ def test_another_tokenizer_is_refused(folders, servers):
         ({"url": "http://me:pw@host/v1", "model": "m"}, r"\(http://host/v1\) holds a user or a query"),
         ({"url": "http://host/v1", "model": "m", "timeout": 0}, "`timeout` has to be a number of seconds above 0"),
         ({"url": "http://host/v1", "model": "m", "vocab_size": 0}, "vocab_size"),
+        ({"url": "http://host/v1", "model": "m", "ray": {}}, "has the `url` 'http://host/v1' and also `ray`"),
+        ({"url": "http://host/v1", "model": "m", "api_key_env": "sk-1"}, "name of an environment variable.*not shown"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused(options, message):
@@ -455,6 +473,7 @@ def test_a_conversation_is_read_in_every_members_own_template(local, made):
     assert torch.equal(*texts)
 
 
+@pytest.mark.slow
 def test_streamed_text_is_the_final_text(made):
     ensemble = made(0, 1)
     streamer = TextIteratorStreamer(ensemble.tokenizer, skip_prompt=True)
@@ -462,6 +481,82 @@ def test_streamed_text_is_the_final_text(made):
     assert "".join(streamer) == ensemble.tokenizer.decode(output[0, -10:])
 
 
+def test_decisions_tell_what_was_listed(local, made):
+    found, expected = (
+        run(one, PROMPTS[:1], output_decisions=True, return_dict_in_generate=True).decisions
+        for one in (made(0, 1), local)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.text == other.text
+            for a, b in zip(one.members, other.members, strict=True):
+                assert [entry.text for entry in a.best] == [entry.text for entry in b.best]
+                assert a.probability == pytest.approx(b.probability, abs=0.005)
+                assert [entry.probability for entry in a.best] == pytest.approx(
+                    [entry.probability for entry in b.best], abs=0.005
+                )
+
+
+def test_a_gate_of_this_process_closes_before_servers_are_asked(local, made, servers):
+    options = {"method": UniteConfig(threshold=0.01), "return_dict_in_generate": True}
+    expected, found = (run(one, PROMPTS[:1], **options) for one in (local, made(1)))
+    assert torch.equal(found.sequences, expected.sequences)
+    num_open = round(found.share_ensembled[0] * 10)
+    assert 0 <= num_open < 10
+    assert len([body for body in servers[1].completions if "logprob_token_ids" not in body]) == num_open
+
+
+def test_a_member_alone_writes_by_its_best_entries(local, made):
+    assert torch.equal(run(made(0, 1).alone(0)), run(local.alone(0)))
+
+
+@pytest.mark.slow
+def test_more_rows_than_connections(local, made):
+    prompts = [f"{PROMPTS[0]} {n}" for n in range(http_client.MAX_AT_ONCE + 3)]
+    assert torch.equal(run(made(0), prompts, max_new_tokens=2), run(local, prompts, max_new_tokens=2))
+
+
+def test_an_interrupted_call_leaves_nothing_that_harms_the_next(made, servers):
+    ensemble = made(1)
+    expected = run(ensemble, PROMPTS[:1])
+
+    def interrupts(handler, answer):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.2)
+        return answer
+
+    servers[1].faults = [None, interrupts]
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(ensemble, PROMPTS[:1])
+    assert time.monotonic() - start < 5
+    assert torch.equal(run(ensemble, PROMPTS[:1]), expected)
+
+
+def test_the_command_line_reaches_servers_of_a_saved_ensemble_if_told(made, tmp_path, capsys):
+    made(0, 1).save_pretrained(tmp_path)
+    arguments = ["generate", "The cat", "--members", str(tmp_path), "--max-new-tokens", "4"]
+    assert main(arguments) == 1
+    assert "pass `allow_remote=True`" in capsys.readouterr().err
+    assert main([*arguments, "--allow-remote"]) == 0
+    ids = run(made(0, 1), ["The cat"], max_new_tokens=4)[0, -4:]
+    text = made(0, 1).tokenizer.decode(ids, skip_special_tokens=True)
+    assert text in capsys.readouterr().out
+
+
+def test_the_stock_pipeline_takes_them(made):
+    ensemble = made(0, 1)
+    writer = pipeline("text-generation", model=ensemble, tokenizer=ensemble.tokenizer)
+    written = writer(PROMPTS[:1], max_new_tokens=4, do_sample=False, return_full_text=False)[0][0]["generated_text"]
+    assert written == ensemble.tokenizer.decode(run(ensemble, PROMPTS[:1], max_new_tokens=4)[0, -4:])
+
+
+def test_a_member_without_a_tokenizer_is_refused(folders, servers):
+    with pytest.raises(VocabularyError, match="'smol' is behind a server, from which no tokenizer comes. Set"):
+        EnsembleForCausalLM.from_pretrained([MemberConfig(url=servers[0].url, model="smol"), folders[1]])
+
+
+@pytest.mark.slow
 def test_calls_from_several_threads_are_independent(made):
     ensemble = made(0, 1)
     expected = [run(ensemble, [prompt]) for prompt in PROMPTS]

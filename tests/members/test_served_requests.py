@@ -409,6 +409,13 @@ def test_the_check_finds_the_limits(model, tokenizer, limit):
         assert len(server.asked) < 18
 
 
+@pytest.mark.parametrize("path", ["", "/v1/completions"])
+def test_a_url_that_ends_elsewhere_is_refused(server, tokenizer, path):
+    client = HttpClient("far", server.url.removesuffix("/v1") + path)
+    with pytest.raises(ConfigurationError, match="it answers 404: Not Found. `url` has to end .* mostly in '/v1'"):
+        check_server(Completions(client, "tiny"), tokenizer, token_bytes(tokenizer))
+
+
 def test_a_model_that_is_not_there_is_refused(served, tokenizer):
     served.model = "large"
     with pytest.raises(ConfigurationError, match="has no model 'large'. It has: 'tiny'"):

@@ -275,7 +275,9 @@ class Completions:
         try:
             found = int(given)
         except (TypeError, ValueError):
-            raise self._error(where, f"its answer holds {given!r:.40} in the place of an id.") from None
+            raise self._error(
+                where, f"its answer holds {given!r:.40} in the place of an id. It has to be vLLM 0.32 or later."
+            ) from None
         if found < 0 or (self.vocab_size is not None and found >= self.vocab_size):
             raise self._error(
                 where,

@@ -57,7 +57,12 @@ def check_server(server: Completions, tokenizer: PreTrainedTokenizerBase, token_
 
 def _described(server: Completions) -> dict[str, Any]:
     """What the server says of its model."""
-    answer = server.client.get("/models", _WHEN)
+    try:
+        answer = server.client.get("/models", _WHEN)
+    except RefusalError as error:
+        if error.status != 404:
+            raise
+        raise ConfigurationError(f"{error} `url` has to end where the paths begin, mostly in '/v1'.") from None
     models = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
         raise server.client.error(_WHEN, "its answer to `/models` is no list. Does `url` end in '/v1'?")
