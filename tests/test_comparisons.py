@@ -1,10 +1,13 @@
 """The comparisons in `tests/real` that take hours on the real models run, each of their paths once, on tiny ones."""
 
+import contextlib
 import json
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import tiny
+from tests.completions_server import serving
 from tests.scripts import ROOT, load_script, options_of, tables
 
 pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
@@ -82,3 +85,42 @@ def test_compare_speculation(compare, tmp_path):
     ]
     assert {row["equal"] for row in rows} == {"1"}
     assert len(compare("speculation", tmp_path, *options, "--only", "gac, nq 0")) == 6  # what is done stays
+
+
+@pytest.mark.slow
+def test_compare_served(members, monkeypatch, capsys):
+    """Against two small servers in the place of real ones."""
+    script = load_script("tests/real/compare_served.py", monkeypatch)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(script, "demo_model_paths", lambda: members)
+
+    @contextlib.contextmanager
+    def small_servers(python, folders):
+        assert (python, folders) == ("python-with-vllm", members)
+        with contextlib.ExitStack() as stack:
+            yield [
+                stack.enter_context(
+                    serving(
+                        AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16"),
+                        AutoTokenizer.from_pretrained(folder),
+                        name=name,
+                    )
+                ).url
+                for name, folder in zip(script.NAMES, folders, strict=True)
+            ]
+
+    monkeypatch.setattr(script, "vllm_servers", small_servers)
+    options = ["--vllm-python", "python-with-vllm", "--tokens", "3", "--prompts", "1"]
+    monkeypatch.setattr("sys.argv", ["compare_served.py", *options, "--no-times"])
+    script.main()
+    texts = tables(capsys.readouterr().out)[0]
+    assert [(row[""], row["texts"], row["differing, not tied"]) for row in texts] == [
+        ("UniTE", "1", "0"),
+        ("spans", "1", "0"),
+        ("answer", "2", "0"),
+    ]
+    monkeypatch.setattr("sys.argv", ["compare_served.py", *options])
+    script.main()
+    times = tables(capsys.readouterr().out)[1]
+    assert len(times) == 10
+    assert all(float(row["ms a token"]) >= 0 for row in times)

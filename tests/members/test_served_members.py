@@ -350,6 +350,24 @@ def test_a_server_that_fails_is_named_with_the_step_and_what_was_written(made, s
     assert repr(written) in str(caught.value)
 
 
+def test_too_few_texts_among_what_is_listed_are_an_error(folders, local):
+    with serving(local.members[1], local.tokenizers[1], name="gemma", max_logprobs=10) as server:
+        item = MemberConfig(url=server.url, model="gemma", tokenizer=folders[1])
+        ensemble = EnsembleForCausalLM.from_pretrained([folders[0], item])
+        control = local.tokenizers[1].pad_token_id
+        best = changes(
+            lambda c: c["logprobs"]["top_logprobs"][0].update({f"token_id:{control}": -0.01}) or _without_last(c)
+        )
+        server.faults = [best]
+        with pytest.raises(MemberError, match="at step 1: it lists 10 ids, which are 9 texts, but `top_k=10` were"):
+            run(ensemble, PROMPTS[:1])
+
+
+def _without_last(choice):
+    entries = choice["logprobs"]["top_logprobs"][0]
+    entries.pop(min(entries, key=entries.get))
+
+
 def test_429_three_times_and_a_slow_server_change_nothing(made, servers):
     ensemble = made(1)
     expected = run(ensemble)

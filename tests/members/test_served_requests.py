@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import pickle
+import threading
 import time
 import traceback
 
@@ -19,6 +20,7 @@ from hf_ensemble.members.served import http_client
 from hf_ensemble.members.served.completions import Completions
 from hf_ensemble.members.served.http_client import HttpClient
 from hf_ensemble.members.served.start_check import check_server
+from hf_ensemble.members.served.threads import Threads, collected
 from hf_ensemble.vocabulary.token_bytes import TokenBytes
 from tests.completions_server import changes, drops, is_slow, refuses, serving
 from tests.tiny import byte_level_bpe, sentencepiece_bpe, tiny_llama
@@ -134,6 +136,37 @@ def test_requests_run_side_by_side(served, server):
     assert time.perf_counter() - start < 0.9
     server.faults = []
     assert found == [served.best(ids, 2, WHERE) for ids in texts]
+
+
+def test_threads_do_not_keep_the_process_alive(served):
+    served.client.side_by_side(lambda _: None, range(3))
+    own = [thread for thread in threading.enumerate() if thread.name.startswith("hf_ensemble-served")]
+    assert own
+    assert all(thread.daemon for thread in own)
+
+
+def test_no_more_threads_than_said_and_the_first_error_ends_what_has_not_begun():
+    threads, running, most = Threads(2), [], []
+    lock = threading.Lock()
+
+    def work(number):
+        with lock:
+            running.append(number)
+            most.append(len(running))
+        time.sleep(0.02)
+        with lock:
+            running.remove(number)
+        if number == 1:
+            raise ValueError("one")
+        return number
+
+    assert collected([threads.submit(work, number) for number in (0, 2, 3, 4)]) == [0, 2, 3, 4]
+    assert max(most) == 2
+    futures = [threads.submit(work, number) for number in range(20)]
+    with pytest.raises(ValueError, match="one"):
+        collected(futures)
+    assert futures[-1].cancelled()
+    threads.close()
 
 
 def test_it_works_inside_a_running_event_loop(served):

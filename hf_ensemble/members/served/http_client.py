@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import httpx2 as httpx
 
 from ...address import checked_url, shown
 from ...errors import ConfigurationError, MemberError
+from .threads import Threads, collected
 
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
@@ -83,7 +84,8 @@ class HttpClient:
 
     def _forget_connections(self) -> None:
         self._lock = threading.Lock()
-        self._open: tuple[httpx.Client, ThreadPoolExecutor] | None = None
+        self._open: tuple[httpx.Client, Threads] | None = None
+        self._process = os.getpid()
 
     def close(self) -> None:
         """Close all connections; what is asked later opens new ones."""
@@ -152,9 +154,10 @@ class HttpClient:
 
     # Sending
 
-    def _opened(self) -> tuple[httpx.Client, ThreadPoolExecutor]:
+    def _opened(self) -> tuple[httpx.Client, Threads]:
         with self._lock:
-            if self._open is None:
+            # The connections of a process that forked are not shared.
+            if self._open is None or self._process != os.getpid():
                 # uvicorn closes what was idle for five seconds.
                 limits = httpx.Limits(
                     max_connections=MAX_AT_ONCE, max_keepalive_connections=MAX_AT_ONCE, keepalive_expiry=4.0
@@ -164,9 +167,9 @@ class HttpClient:
                     limits=limits,
                     follow_redirects=False,
                 )
-                pool = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="hf_ensemble-served")
-                self._open = client, pool
-                weakref.finalize(self, _close, client, pool)
+                threads = Threads(MAX_AT_ONCE)
+                self._open, self._process = (client, threads), os.getpid()
+                weakref.finalize(self, _close, client, threads)
             return self._open
 
     def _with_tries(self, method: str, path: str, body: Any, where: str, is_stream: bool = False) -> httpx.Response:
@@ -228,7 +231,8 @@ class HttpClient:
             found = response.json()
             error = found.get("error", found)
             said = str(error.get("message", error) if isinstance(error, dict) else error)
-        said = " ".join(self._without_key(said).split())[:_LONGEST_REASON]
+        said = "".join(one if one.isprintable() else " " for one in self._without_key(said))
+        said = " ".join(said.split())[:_LONGEST_REASON]
         if status in (401, 403):
             has_key = "no key was sent" if self.api_key_env is None else f"the key in ${self.api_key_env} was sent"
             said += f" ({has_key})"
@@ -323,16 +327,6 @@ def _retry_after(response: httpx.Response) -> float:
         return 0.0
 
 
-def collected(futures: "Sequence[Future[_Made]]") -> list[_Made]:
-    """Wait for everything, and give it in order; the first error ends what has not begun."""
-    try:
-        return [future.result() for future in futures]
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise
-
-
-def _close(client: httpx.Client, pool: ThreadPoolExecutor) -> None:
-    pool.shutdown(wait=False, cancel_futures=True)
+def _close(client: httpx.Client, threads: Threads) -> None:
+    threads.close()
     client.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cached_rows import CachedRows
 from ..entries import Entries, EntryIds
 from .completions import MAX_ASKED, Completions
-from .http_client import collected
+from .threads import collected
 
 SPARE = 10
 """Ids that are asked for beside the wanted ones: control ids are among the best now and then."""
@@ -42,6 +42,7 @@ class ServedRows(CachedRows):
         self._texts: list[list[int]] = []
         self._where: list[str] = []
         self._wanted: tuple[int, EntryIds] | None = None
+        self._groups: dict[int, list[int]] = {}
         self._best: list[Future[dict[int, float]]] = []
         self._asked: list[tuple[int, Future[Mapping[int, float]]]] = []
 
@@ -60,6 +61,8 @@ class ServedRows(CachedRows):
         """Send a request for each row."""
         self._texts = [list(texts[row]) for row in rows]
         self._where = [self.where(row) for row in rows]
+        if self._wanted is None or self._wanted[1] is not entry_ids:
+            self._groups = _groups_of(entry_ids)
         self._wanted = count, entry_ids
         self.num_asked += len(rows)
         number = min(count + SPARE, self._most)
@@ -72,19 +75,20 @@ class ServedRows(CachedRows):
         """What the server has listed, without ids that take no part."""
         assert self._wanted is not None
         count, entry_ids = self._wanted
-        mask = entry_ids.mask
-        groups = _groups_of(entry_ids)
+        mask, groups = entry_ids.mask, self._groups
+        num_there = int((mask == 0).sum()) - len(entry_ids.duplicates.ids)
         rows, contenders = [], []
         for text, found, where in zip(self._texts, collected(self._best), self._where, strict=True):
             while True:
                 # Where nobody knows the size of the vocabulary, ids beyond the tokenizer's are rows without a token.
                 row = {i: value for i, value in found.items() if i < len(mask) and mask[i] == 0}
-                if len(row) >= count or len(row) >= (mask == 0).sum():
+                num_entries = len({groups.get(i, (i,))[0] for i in row})
+                if num_entries >= min(count, num_there):
                     break
                 if len(found) >= self._most:
                     raise self._server.client.error(
                         where,
-                        f"it lists {len(found)} ids, of which {len(row)} are text, but `top_k={count}` were asked for. Start "
+                        f"it lists {len(found)} ids, which are {num_entries} texts, but `top_k={count}` were asked for. Start "
                         f"it with `--max-logprobs {2 * len(found)}`, or lower `top_k`.",
                     )
                 found = self._server.best(text, min(2 * len(found), self._most), where)

@@ -1,0 +1,69 @@
+"""Threads in which requests wait, of which none keeps the process alive."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_Made = TypeVar("_Made")
+
+
+class Threads:
+    """Runs functions beside all else, some at the same time.
+
+    Unlike those of `concurrent.futures`, its threads end with the process: whoever interrupts a program need not wait for
+    a server that does not answer.
+
+    Args:
+        most: How many threads there are at most; they are made when they are needed.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def submit(self, function: Callable[..., _Made], *arguments: Any) -> "Future[_Made]":
+        """Run a function as soon as a thread is free."""
+        future: Future[_Made] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._work.put(run)
+        with self._lock:
+            if not self._idle.acquire(blocking=False) and self._count < self._most:
+                self._count += 1
+                name = f"hf_ensemble-served-{self._count}"
+                threading.Thread(target=_work_off, args=(self._work, self._idle), name=name, daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Let the threads end once all that was submitted is done."""
+        self._work.put(None)
+
+
+def _work_off(work: "queue.SimpleQueue[Callable[[], None] | None]", idle: threading.Semaphore) -> None:
+    while (run := work.get()) is not None:
+        run()
+        del run  # which holds what was asked and answered
+        idle.release()
+    work.put(None)  # for the next thread
+
+
+def collected(futures: "Sequence[Future[_Made]]") -> list[_Made]:
+    """Wait for everything, and give it in order; the first error ends what has not begun."""
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
