@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigurationError
+from ...members.served.threads import collected
 from ...vocabulary.context import MemberContext
 from ...vocabulary.token_bytes import CONTROL
 from ..call import Call
@@ -68,7 +69,7 @@ class ServedParticipant(Participant):
         ]
         self.num_forwards += len(rows)
         yield
-        return [future.result() for future in writing]
+        return collected(writing)
 
     def _write(self, row: SpanRow, prompt: Sequence[int], seed: int | None) -> Proposal:
         """Write a span in a row. Where an id came that must not be written, the server is asked again from there."""
@@ -135,12 +136,10 @@ class ServedParticipant(Participant):
         """Ask the server for the likelihood of every candidate that it has not written itself; see `Participant.score`."""
         todo = self._unscored(offers)
         submit = self._served.server.client.submit
-        reading = [
-            submit(self._read, list(self.contexts[place].ids), one, rows[place].where) for place, one in todo
-        ]
+        reading = [submit(self._read, list(self.contexts[place].ids), one, rows[place].where) for place, one in todo]
         self.num_forwards += len(reading)
         yield
-        for (_, one), (log_prob, best) in zip(todo, [future.result() for future in reading], strict=True):
+        for (_, one), (log_prob, best) in zip(todo, collected(reading), strict=True):
             one.log_prob = log_prob
             if best is not None and best >= 0:
                 one.eos_id = best
