@@ -167,6 +167,7 @@ def test_no_more_threads_than_said_and_the_first_error_ends_what_has_not_begun()
         collected(futures)
     assert futures[-1].cancelled()
     threads.close()
+    assert threads.submit(work, 0) is None
 
 
 def test_it_works_inside_a_running_event_loop(served):

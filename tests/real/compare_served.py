@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -336,6 +337,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--no-times", action="store_true", help="compare only")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # as the servers; more wait for one another where anything else runs
     folders = demo_model_paths()
     local = EnsembleForCausalLM.from_pretrained(
         [MemberConfig(folder, name=name) for folder, name in zip(folders, NAMES, strict=True)], dtype="bfloat16"
@@ -347,12 +349,16 @@ def main() -> None:
         ]
         served = EnsembleForCausalLM.from_pretrained(items)
         comparison = Comparison(local, served, args.tokens)
-        for prompt in PROMPTS[: args.prompts]:
-            comparison.compare_tokens(prompt)
-            comparison.compare_spans(prompt)
-            comparison.compare_answers(prompt)
-            print(".", end="", file=sys.stderr, flush=True)
-        timings = [] if args.no_times else times(comparison, args.tokens)
+        try:
+            for prompt in PROMPTS[: args.prompts]:
+                comparison.compare_tokens(prompt)
+                comparison.compare_spans(prompt)
+                comparison.compare_answers(prompt)
+                print(f"{prompt!r} is compared", file=sys.stderr, flush=True)
+            timings = [] if args.no_times else times(comparison, args.tokens)
+        except KeyboardInterrupt:
+            print("interrupted: this is what there was", file=sys.stderr)
+            timings = []
         served.close()
     report(comparison, timings)
     if comparison.failures:
@@ -360,4 +366,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the servers end too
     main()

@@ -128,7 +128,9 @@ class HttpClient:
 
     def submit(self, function: Callable[..., _Made], *arguments: Any) -> "Future[_Made]":
         """Run a function of requests beside all else."""
-        return self._opened()[1].submit(function, *arguments)
+        while (future := self._opened()[1].submit(function, *arguments)) is None:
+            pass  # another thread has closed them meanwhile
+        return future
 
     def side_by_side(self, function: Callable[[_Item], _Made], items: Sequence[_Item]) -> list[_Made]:
         """Run a function of requests for every item at the same time; one alone stays in this thread."""

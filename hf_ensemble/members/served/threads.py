@@ -25,9 +25,10 @@ class Threads:
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._count = 0
+        self._is_closed = False
 
-    def submit(self, function: Callable[..., _Made], *arguments: Any) -> "Future[_Made]":
-        """Run a function as soon as a thread is free."""
+    def submit(self, function: Callable[..., _Made], *arguments: Any) -> "Future[_Made] | None":
+        """Run a function as soon as a thread is free; None if the threads were closed."""
         future: Future[_Made] = Future()
 
         def run() -> None:
@@ -38,8 +39,10 @@ class Threads:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._work.put(run)
         with self._lock:
+            if self._is_closed:
+                return None
+            self._work.put(run)
             if not self._idle.acquire(blocking=False) and self._count < self._most:
                 self._count += 1
                 name = f"hf_ensemble-served-{self._count}"
@@ -48,7 +51,9 @@ class Threads:
 
     def close(self) -> None:
         """Let the threads end once all that was submitted is done."""
-        self._work.put(None)
+        with self._lock:
+            self._is_closed = True
+            self._work.put(None)
 
 
 def _work_off(work: "queue.SimpleQueue[Callable[[], None] | None]", idle: threading.Semaphore) -> None:
