@@ -94,7 +94,7 @@ def connect(item: MemberConfig, tokenizer: PreTrainedTokenizerBase, hub: Mapping
     generation_config = None
     if source and (os.path.isdir(source) or not os.path.isabs(source)):
         with contextlib.suppress(OSError, ValueError):
-            config = AutoConfig.from_pretrained(source, **hub)
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False, **hub)
         with contextlib.suppress(OSError, ValueError):
             generation_config = GenerationConfig.from_pretrained(source, **hub)
     name = item.name or last_part(str(item.model))
