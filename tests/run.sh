@@ -138,7 +138,7 @@ if ! $quick; then
     # What is slow, other methods beside GaC and spans, and what no version of transformers changes, is the same on both.
     tests "unit tests, oldest" $oldest/python "${unit[@]}" "$without and not real and not slow" -k "not (unite or deepen or mined or eva)" \
         --ignore=tests/evaluation --ignore=tests/methods --ignore=tests/vocabulary --ignore-glob="tests/test_reference*" \
-        --ignore=tests/choosing --ignore=tests/test_{docs,examples,benchmarks,comparisons,mixing,pages}.py \
+        --ignore=tests/choosing --ignore=tests/members/test_served_requests.py --ignore=tests/test_{docs,examples,benchmarks,comparisons,mixing,pages}.py \
         --ignore=tests/answers/test_{chrf,options,record}.py "${few_of_oldest[@]}"
     tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not (unite or gemma or scripts)" "${few_real[@]}"
     # One process: each starts its own nodes, and what is measured is whether processes end.
