@@ -22,6 +22,9 @@ def cluster():
     """Two nodes; what only the second has is called `far`."""
     from ray.cluster_utils import Cluster
 
+    from hf_ensemble.members.ray import link
+
+    link._PATIENCE = 300.0  # a machine that is busy with other tests is no news
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = Cluster()

@@ -74,6 +74,7 @@ def test_a_driver_for_which_ray_was_started_ends_with_it(folders):
     wait_until_ended(process)
 
 
+@pytest.mark.slow
 def test_a_full_object_store_is_survived_and_a_driver_that_ends_leaves_no_actor(tmp_path):
     """Whole rows of a large vocabulary travel through the store, which somebody else has filled."""
     tokenizer = tiny.smol_like()

@@ -16,7 +16,7 @@ from .actor import Answer, Description, HeldMember, Move
 from .wire import PackedIds, payload
 
 _PATIENCE = 30.0
-"""Seconds after which a warning says that an actor is still waiting for a place."""
+"""Seconds after which a warning says that an actor has not started, most likely for want of a place."""
 
 _MOST_REASON = 300
 """Characters of what Ray says of a failure that an error repeats."""
@@ -91,8 +91,8 @@ class ActorLink:
         ready, _ = self._ray.wait([self._is_there], timeout=_PATIENCE)
         if not ready:
             messages.warn(
-                f"the actor of member {self.name!r} has been waiting for a place for {_PATIENCE:.0f} s. What is free in the "
-                f"Ray cluster: {self._ray.available_resources()}."
+                f"the actor of member {self.name!r} has not started in {_PATIENCE:.0f} s: it waits for a place, or its host is "
+                f"slow. What is free in the Ray cluster: {self._ray.available_resources()}."
             )
         found: Description = self.wait(self._description)
         self.address = found.address
