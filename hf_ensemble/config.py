@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import json
 import operator
 import os
 from dataclasses import dataclass, field
@@ -75,6 +76,10 @@ class MemberConfig:
     adapter_subfolder: str | None = None
     """Folder of the adapter within its repository or path."""
 
+    quantization_config: Any = None
+    """How the weights are quantised while they are loaded: a configuration of `transformers` (`TorchAoConfig`,
+    `BitsAndBytesConfig`, …) or its dictionary, which is what is kept. None: as they lie."""
+
     ray: dict[str, Any] | None = None
     """The member runs in a Ray actor with these options, as for Ray's `.options(...)`: `num_cpus`, `num_gpus`, `memory`,
     `resources`, `accelerator_type`. Empty: an actor with Ray's defaults. None: the member runs in this process, unless the
@@ -115,6 +120,8 @@ class MemberConfig:
                 raise ConfigurationError(
                     f"a member's `{option.name}` has to be a text or None, but is {value!r:.200}."
                 )
+        if self.quantization_config is not None:
+            self.quantization_config = _checked_quantization(self.quantization_config)
         if self.ray is not None:
             self.ray = _checked_ray_options(self.ray)
         if self.url is not None:
@@ -138,6 +145,26 @@ class MemberConfig:
         values = dataclasses.asdict(self)
         del values["device_map"], values["commit"], values["adapter_commit"]
         return {key: value for key, value in values.items() if value not in (None, [])}
+
+
+def _checked_quantization(given: Any) -> dict[str, Any]:
+    """The dictionary of a configuration, as it is saved."""
+    what = "a member's `quantization_config`"
+    values = given.to_dict() if hasattr(given, "to_dict") and hasattr(given, "quant_method") else given
+    if not isinstance(values, dict):
+        raise ConfigurationError(
+            f"{what} has to be a configuration such as `TorchAoConfig(...)` or `BitsAndBytesConfig(...)`, its dictionary, or "
+            f"None, but is {given!r:.200}."
+        )
+    try:
+        kept: dict[str, Any] = json.loads(json.dumps(values))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{what} cannot be written as JSON: {error}.") from error
+    if kept.get("quant_method") is None:
+        if not (kept.get("load_in_8bit") or kept.get("load_in_4bit")):
+            raise ConfigurationError(f"{what} names no `quant_method`: {given!r:.200}.")
+        kept["quant_method"] = "bitsandbytes"
+    return kept
 
 
 _RAY_AMOUNTS = ("num_cpus", "num_gpus", "memory")
@@ -172,7 +199,17 @@ def _checked_ray_options(given: Any) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
-_LOADED = ("path", "revision", "subfolder", "gguf_file", "dtype", "device_map", "adapter", "ray")
+_LOADED = (
+    "path",
+    "revision",
+    "subfolder",
+    "gguf_file",
+    "dtype",
+    "device_map",
+    "adapter",
+    "quantization_config",
+    "ray",
+)
 """Options of what is loaded into this process."""
 
 _SERVED = ("model", "api_key_env", "timeout", "vocab_size")

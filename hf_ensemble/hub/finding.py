@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ..config import EnsembleConfig, MemberConfig
 from ..errors import ConfigurationError
 from .adapters import find_adapter
+from .quantized import check_package
 from .references import Place, check_place, found_members, found_path, name_of, whole_path, with_paths
 
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
@@ -89,6 +90,7 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
     item = with_paths(item, whole_path)
     name, place = name_of(item), Place.of_model(item)
     check_place(name, place, hub)
+    check_package(item, None)
     config, problem = _read_config(place.path, {**source_options(item), **hub})
     if config is not None and not os.path.isdir(place.path):
         item = dataclasses.replace(item, commit=place.commit(item.gguf_file or "config.json", hub))
@@ -118,6 +120,7 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
         no_folder = "" if local.is_dir() else f" (There is no folder {place.path!r} here either.)"
         raise ConfigurationError(f"member {name!r}{inside} cannot be loaded: {problem}{no_folder}") from problem
     _check_kind(name, config)
+    check_package(item, config)
     return found, config
 
 

@@ -19,6 +19,7 @@ from typing_extensions import Self
 from .. import messages
 from ..config import EnsembleConfig, MemberConfig, MethodConfig, is_local
 from ..errors import ConfigurationError
+from ..members.adapted import base_model
 from ..members.local import LocalMember
 from ..members.member import Member, refuse_missing_offers
 from ..members.ray.member import RayMember
@@ -28,6 +29,7 @@ from .adapters import check_adapters
 from .finding import checked_member, read_source
 from .in_place import finish_writing
 from .local_models import Listed, hub_options, load_member, load_models, load_tokenizer
+from .quantized import quantization_of, with_quantization
 from .references import Place, check_token, whole_path, with_paths
 from .served import check_served, connect
 
@@ -129,6 +131,7 @@ class Loading:
         dtype: Any = "auto",
         device_map: Any = None,
         tokenizers: Sequence[Any] | None = None,
+        quantization_config: Any = None,
         placement: str | None = None,
         allow_remote: bool = False,
         api_key_env: Any = None,
@@ -147,6 +150,9 @@ class Loading:
                 checkpoint says.
             device_map: Where the weights go, as in `transformers`: one value for all members, or a list.
             tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
+            quantization_config: How weights are quantised while they are loaded: one `TorchAoConfig`, `BitsAndBytesConfig`
+                or the like for all members that name none themselves, or a list with one per member (None: as they lie).
+                Default: as saved.
             placement: `"ray"`: every member runs in a Ray actor, also where its `MemberConfig` does not say so. Needs `ray`.
             allow_remote: Whether a saved ensemble may start actors and reach servers, as it says itself. Members that you
                 list may.
@@ -176,11 +182,11 @@ class Loading:
             raise ConfigurationError("an ensemble needs at least one member: got an empty list.")
         method = asked.method.imported(bool(kwargs.get("trust_remote_code"))) if method is None else method
         weights = asked.weights if weights is None else weights
-        asked = EnsembleConfig(members=asked.members, method=method, weights=weights)
+        members = with_quantization(asked.members, quantization_config, is_saved)
+        asked = EnsembleConfig(members=members, method=method, weights=weights)
         asked.method.check_members(len(asked.members))
-        if is_saved and dtype is not None and dtype != "auto":
-            for item in asked.members:
-                item.dtype = None
+        for item in asked.members if is_saved and dtype not in (None, "auto") else ():
+            item.dtype = None
         check_served(asked.members, api_key_env, is_saved, allow_remote)
         check_placement(asked.members, placement, is_saved and not allow_remote)
         found = [
@@ -213,6 +219,8 @@ def _described(part: Part, item: MemberConfig) -> MemberConfig:
             item.tokenizer = whole_path(part.tokenizer.name_or_path) or None
         return item
     model, tokenizer = part
+    if item.quantization_config is None and (quantization := quantization_of(base_model(model))) is not None:
+        item = dataclasses.replace(item, quantization_config=quantization)
     if item.dtype is None:
         item.dtype = str(model.dtype).removeprefix("torch.")
     beside = {whole_path(str(getattr(model, "name_or_path", ""))), item.path, item.adapter}

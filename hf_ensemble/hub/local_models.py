@@ -17,6 +17,7 @@ from ..members.local import LocalMember
 from .adapters import add_adapter, can_share, with_adapter
 from .finding import source_options
 from .placement import check_memory, remaining_memory
+from .quantized import stock_quantization
 from .references import HUB_OPTIONS, Place, name_of
 
 Listed = tuple[MemberConfig, Any, Any, Any, Any]
@@ -98,9 +99,12 @@ def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[st
         options["device_map"] = device_map
     if item.gguf_file is None:
         options["use_safetensors"] = True
+    # The last is for a dtype that torch has not. Of what is wrong with weights quantisers say anything.
+    errors = (OSError, ValueError, ImportError, AttributeError) if item.quantization_config is None else (Exception,)
     try:
+        options.update(stock_quantization(item))
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(item.path), **options)
-    except (OSError, ValueError, ImportError, AttributeError) as error:  # the last for a dtype that torch has not
+    except errors as error:
         raise ConfigurationError(f"member {name_of(item)!r} cannot be loaded: {error}") from error
     if item.adapter is not None:
         add_adapter(model, item, hub)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..config import MemberConfig
 from ..errors import ConfigurationError
+from ..members.member_model import plain_tensors
 
 _PLANNED = ("auto", "balanced", "balanced_low_0", "sequential")
 """Values of `device_map` that let `accelerate` place a model where there is room."""
@@ -36,7 +37,8 @@ def check_memory(
     budget = free_memory(max_memory)
     needs: dict[Any, list[tuple[str, int]]] = {}
     for item, config, dtype, _, target in placed:
-        size = _size(config, dtype) if target in budget or target in _PLANNED else None
+        can_say = item.quantization_config is None and (target in budget or target in _PLANNED)
+        size = _size(config, dtype) if can_say else None
         if size is not None:
             needs.setdefault(target, []).append((item.name or str(item.path), size))
     for target, sizes in needs.items():
@@ -77,10 +79,11 @@ def remaining_memory(max_memory: Mapping[Any, Any], models: Sequence[PreTrainedM
     """
     left = free_memory(max_memory)
     # Members may share weights.
-    for tensor in {id(weight): weight for model in models for weight in model.parameters()}.values():
-        key = _key(tensor.device)
-        if key in left:
-            left[key] = max(0, left[key] - tensor.numel() * tensor.element_size())
+    for weight in {id(weight): weight for model in models for weight in model.parameters()}.values():
+        for tensor in plain_tensors(weight):
+            key = _key(tensor.device)
+            if key in left:
+                left[key] = max(0, left[key] - tensor.numel() * tensor.element_size())
     return left
 
 

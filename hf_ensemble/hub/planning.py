@@ -21,6 +21,7 @@ from ..members.adapted import active_adapters, base_model, identity_of_weights
 from ..members.member import Member
 from .adapters import obstacle_to_writing
 from .in_place import BUNDLE
+from .quantized import is_from_gguf, is_packed_for_cpu
 from .references import Place, saved_path, with_paths
 
 ADAPTER_FOLDER = "adapter"
@@ -191,6 +192,8 @@ def _check_writable(member: Member) -> None:
     obstacle = obstacle_to_writing(member.model)
     if obstacle is None and quantizer is not None and not is_from_gguf(model) and not quantizer.is_serializable():
         obstacle = "is quantised in a way that cannot be written. Name it by its Hub id or path instead"
+    if obstacle is None and is_packed_for_cpu(model):
+        obstacle = "has run on a CPU, and bitsandbytes would now write other 4-bit weights. Save it after loading, before it runs"
     if obstacle is not None:
         raise ConfigurationError(f"member {member.name!r} cannot be included: it {obstacle}.")
     _check_generation_config(getattr(model, "generation_config", None), f"member {member.name!r}'s")
@@ -230,10 +233,3 @@ def _commit_on_hub(place: Place, member: Member, api: HfApi) -> str | None:
             f"member {member.name!r} cannot be pinned: the Hub does not give a commit of {place.path!r}: {error} Check "
             "the id, `MemberConfig.revision` and `token`, or pass `include_members=True`."
         ) from error
-
-
-def is_from_gguf(model: Any) -> bool:
-    """Whether a model was read from a GGUF file, so that its weights are unpacked and it still claims to be quantised."""
-    found = getattr(model.config, "quantization_config", None)
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    return getattr(method, "value", method) == "gguf"

@@ -10,7 +10,8 @@ from typing import Any
 from ..members.adapted import base_model
 from ..members.member import Member
 from .adapters import weights_without_adapters, write_adapter
-from .planning import ADAPTER_FOLDER, SavePlan, is_from_gguf
+from .planning import ADAPTER_FOLDER, SavePlan
+from .quantized import is_from_gguf
 from .references import HUB_OPTIONS
 
 _OF_ONE_MACHINE = (*HUB_OPTIONS, "is_local", "name_or_path", "_name_or_path")

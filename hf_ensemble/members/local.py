@@ -15,7 +15,7 @@ from ..vocabulary.token_bytes import TEXT
 from .cache_probe import NUM_TRIAL_IDS, find_cache_mode
 from .cached_rows import CACHE_MODES, CachedRows
 from .member import Member, end_ids_of
-from .member_model import MemberModel
+from .member_model import MemberModel, plain_tensors
 from .per_row_cache import SeparateRows
 from .repacked_cache import RepackedRows
 from .shared_weights import SharedRows, SharedWeights
@@ -89,8 +89,8 @@ class LocalMember(MemberModel, Member):
         digest = hashlib.sha256()
         for name, weight in sorted(self.model.named_parameters()):
             digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            if weight.device.type != "meta" and weight.numel():
-                flat = weight.detach().reshape(-1)
+            for part in plain_tensors(weight) if weight.device.type != "meta" and weight.numel() else ():
+                flat = part.detach().reshape(-1)
                 sample = flat[:: max(1, len(flat) // _NUM_PROBES)][:_NUM_PROBES]
                 digest.update(json.dumps(sample.to(torch.float64).tolist()).encode())
         description = json.loads(self.model.config.to_json_string(use_diff=True))

@@ -182,6 +182,13 @@ def input_device(model: Any) -> torch.device:
     return device
 
 
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold a weight's numbers: those that a quantiser packed it into, else the weight itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in plain_tensors(getattr(tensor, name))]
+
+
 def _is_offloaded(model: torch.nn.Module) -> bool:
     """Whether weights are somewhere else, from where accelerate brings them when a module runs."""
     return any("_hf_hook" in vars(module) for module in model.modules())
