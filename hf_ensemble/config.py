@@ -57,6 +57,10 @@ class MemberConfig:
     tokenizer: str | None = None
     """Hub id or path of the tokenizer, if it is not beside the model."""
 
+    tokenizer_kwargs: dict[str, Any] | None = None
+    """Options with which the tokenizer is loaded, such as the languages of a translation model: `{"src_lang": "eng_Latn",
+    "tgt_lang": "deu_Latn"}`."""
+
     eos_token_id: list[int] = field(default_factory=list)
     """Ids that end a text besides those of the member's generation config."""
 
@@ -127,6 +131,7 @@ class MemberConfig:
         if self.url is not None:
             self.url = checked_url(self.url, self.name or last_part(self.model or "") or "without a name")
         _check_served(self)
+        self.tokenizer_kwargs = _checked_tokenizer_options(self.tokenizer_kwargs)
         given: Any = [] if self.eos_token_id is None else self.eos_token_id
         try:
             self.eos_token_id = [operator.index(i) for i in (given if isinstance(given, (list, tuple)) else [given])]
@@ -214,6 +219,14 @@ _LOADED = (
 
 _SERVED = ("model", "api_key_env", "timeout", "vocab_size")
 """Options of what a server has loaded."""
+
+
+def _checked_tokenizer_options(options: Any) -> dict[str, Any] | None:
+    if options is not None and not (isinstance(options, dict) and all(isinstance(key, str) for key in options)):
+        raise ConfigurationError(
+            f"a member's `tokenizer_kwargs` has to be a dict of options, but is {options!r:.200}."
+        )
+    return options or None
 
 
 def _check_served(item: MemberConfig) -> None:

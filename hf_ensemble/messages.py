@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .errors import ConfigurationError, MemberError
+from .errors import ConfigurationError, MemberError, VocabularyError
 
 _TAIL = 60
 """Characters at the end of a text that an error shows."""
@@ -112,6 +112,15 @@ def no_position_left(name: str, limit: int | None, row: int, num_new: int) -> st
         num_new: Number of ids that were written in it.
     """
     return f"row {row} ends after {num_new} new ids: member {name!r} has positions for {limit} ids only."
+
+
+def python_tokenizer(name: str, class_name: str) -> VocabularyError:
+    """Make the error for a tokenizer that is SentencePiece models and Python code around them."""
+    return VocabularyError(
+        f"member {name!r} cannot be used: its tokenizer ({class_name}) is Python code around SentencePiece models, which does "
+        "not say what its ids write. Give it a tokenizer of the same ids that has a `tokenizers` backend (a tokenizer.json): "
+        "`MemberConfig(tokenizer=...)`. Or choose a model that comes with one, such as NLLB or T5."
+    )
 
 
 def too_long(name: str, limit: int, what: str, length: int, remedy: str) -> ConfigurationError:

@@ -15,6 +15,7 @@ from .checking.findings import CheckReport
 from .checking.run import check_members
 from .config import EnsembleConfig, MethodConfig, check_positive_integer, method_config
 from .decoding.call import Call, Kept, end_ids, take_prompt
+from .decoding.prompts import OwnPrompts
 from .decoding.refusals import refuse_for_ensembles, refuse_without_output
 from .decoding.step_weights import StepWeights, WeightsLike
 from .errors import ConfigurationError
@@ -23,13 +24,11 @@ from .hub.saving import Saving
 from .member_comparison import CompatibilityReport, compare_members
 from .members.member import Member, refuse_missing_offers
 from .modes import mode_for_generate, mode_of
+from .modes.options import take_options
 from .modes.stock_loop import StockLoopHooks
 from .offers import Offer
 from .scoring.likelihoods import Likelihoods, score_pairs
 from .scoring.pairs import read_pairs
-
-_OF_THE_PROMPT = ("input_ids", "attention_mask", "token_type_ids", "tokenizer")
-"""Keyword arguments of `generate` that say what the prompt is, or are none of the primary's."""
 
 
 class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, GenerationMixin):  # type: ignore[misc, override]
@@ -139,7 +138,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             member: Number of the member, 0 for the primary, or its name.
 
         Raises:
-            ConfigurationError: If there is no such member, or more than one of that name.
+            ConfigurationError: If there is no such member, or more than one of that name, or it cannot be a primary.
         """
         names = [view.name for view in self._members]
         index = names.index(member) if isinstance(member, str) and names.count(member) == 1 else member
@@ -148,6 +147,15 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                 f"`member` has to be a number from 0 to {len(names) - 1} or the name of one member "
                 f"({', '.join(map(repr, names))}), but is {member!r}."
             )
+        self._members[index].refuse({Offer.PRIMARY}, "an ensemble of one")
+        return self.writer(index)
+
+    def writer(self, index: int) -> "EnsembleForCausalLM":
+        """One member as an ensemble of one whose prompts are read for it; for modes only.
+
+        Args:
+            index: Number of the member.
+        """
         view, item = self._members[index], dataclasses.replace(self.config.members[index])
         method = "gac" if Offer.ROWS in view.offers else "unite"
         config = EnsembleConfig(members=[item], method=method, primary_config=copy.deepcopy(view.config))
@@ -327,7 +335,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         try:
             call = self.new_call(method, weights)
             call.seed, call.arguments = seed, arguments
-            self._prepare(call, generation_config, kwargs)
+            take_options(self, call, generation_config, kwargs)
             settings = call.settings
             refuse_for_ensembles(settings, kwargs, refused)
             if output_decisions:
@@ -363,34 +371,8 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         call.arguments = dict.fromkeys(
             ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus")
         )
-        self._prepare(call, None, options)
+        take_options(self, call, None, options)
         mode_for_generate(call, None)
-
-    def _prepare(self, call: Call, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
-        """Let a call know its generation options, and what was passed in for the primary beside its prompt."""
-        given = {key: value for key, value in kwargs.items() if value is not None}
-        own, num_returned = call.config.generate_options_beside(generation_config), None
-        if call.config.decides == "answers":
-            # Several answers may be returned of which each writer has written one, greedily.
-            asked = [given.pop("num_return_sequences", None), getattr(generation_config, "num_return_sequences", None)]
-            asked += [own.get("num_return_sequences"), self.generation_config.num_return_sequences]
-            num_returned = next((count for count in asked if count is not None), 1)
-            own["num_return_sequences"] = 1
-            if generation_config is None and self.generation_config.num_return_sequences not in (None, 1):
-                # Or the ensemble's own would be checked first.
-                generation_config = GenerationConfig()
-        if generation_config is None:
-            given = own | given
-        elif own:
-            # Beside a configuration `transformers` wants no options.
-            generation_config = copy.deepcopy(generation_config)
-            unknown = generation_config.update(**own)
-            # They are refused as any other's.
-            given = unknown | given
-        call.settings, others = self._prepare_generation_config(generation_config, **given)  # type: ignore[misc]
-        if num_returned is not None:
-            call.settings.num_return_sequences = num_returned
-        call.primary_inputs = frozenset(others).difference(_OF_THE_PROMPT)
 
     @torch.no_grad()
     def score(
@@ -401,6 +383,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         method: str | MethodConfig | None = None,
         weights: WeightsLike | None = None,
         batch_size: int = 8,
+        member_prompts: Sequence[Any] | None = None,
     ) -> Likelihoods:
         """Score continuations: how likely each is after its prompt, by the distributions that `generate` decodes with.
 
@@ -415,6 +398,8 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             weights: Mixing weights for this call: one per member; or one such list for each prompt; or a function as in
                 `generate`, which is called with the ids of a batch, left-padded, in the order of the prompts.
             batch_size: Number of pairs that run together.
+            member_prompts: Plain texts that members read in place of the prompts, as in `generate`: one entry per member,
+                each a text for all prompts, a list with one per prompt, or None. The primary's entry is None.
 
         Raises:
             ConfigurationError: If prompts and continuations do not match, or a text is too long for a member.
@@ -427,17 +412,27 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             self._members[index].refuse({asked}, f"`score` with method {call.config.name!r}")
         pairs = read_pairs(self._members[0], prompts, continuations)
         ends = end_ids(self.generation_config)
-        return score_pairs(pairs, mode.call.weights, batch_size, lambda batch: mode.score_batch(batch, ends))
+        own = OwnPrompts(self._members, member_prompts, len(pairs))
+        return score_pairs(pairs, call.weights, own, batch_size, lambda batch: mode.score_batch(batch, ends))
 
-    def new_call(self, method: str | MethodConfig | None = None, weights: WeightsLike | None = None) -> Call:
-        """What a call works with; for modes only."""
+    def new_call(
+        self, method: str | MethodConfig | None = None, weights: WeightsLike | None = None, is_writer: bool = False
+    ) -> Call:
+        """What a call works with; for modes only.
+
+        Args:
+            method: Name or configuration of the method. Default: the ensemble's.
+            weights: Mixing weights. Default: the ensemble's.
+            is_writer: Whether this is a `writer`, of which nobody asks what is asked of an ensemble.
+        """
         for member in self._members:
             member.check_size()
         config = self.config.method if method is None else method_config(method)
         config.check_members(len(self._members))
         given = self.config.weights if weights is None else weights
         step_weights = StepWeights(given, len(self._members), config.takes_weights_as_given)
-        refuse_missing_offers(self._members, config, step_weights.participants)
+        if not is_writer:
+            refuse_missing_offers(self._members, config, step_weights.participants)
         return Call(self._kept, config, step_weights)
 
 

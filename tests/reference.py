@@ -129,7 +129,7 @@ class ReferenceMember:
     def canonical_id(self, data: bytes) -> int:
         """Of the ids that write these bytes, the one the tokenizer itself gives, else the lowest."""
         ids = self.entries[data]
-        if len(ids) > 1 and _is_utf8(data):
+        if len(ids) > 1 and is_utf8(data):
             given = self._ids(self._continue, data.decode())
             if len(given) == 1 and given[0] in ids:
                 return given[0]
@@ -192,13 +192,45 @@ class ReferenceMember:
         strips = self.decoder_types & {"Strip", "Metaspace", "WordPiece"}
         return data.removeprefix(b" ") if strips else data
 
+    def read_prompt(self, data: bytes, is_open: bool) -> "AssistantState":
+        """The state of an assistant after the text of a prompt; `is_open` does not matter to it."""
+        text, begun = split_begun(data)
+        start = AssistantState(data, [*self.prompt_prefix, *self.prompt_ids(text)])
+        return append(self, start, begun) if begun else start
+
+    def context(self, state: "AssistantState", resync: str) -> list[int] | None:
+        """What it reads; None where it sits out."""
+        if resync == "append":
+            return None if state.held else state.appended
+        text, begun = split_begun(state.text)
+        begun_ids = self.byte_ids(begun)
+        start = [*self.prompt_prefix, *self.prompt_ids(text)]
+        return None if begun_ids is None else [*start, *begun_ids]
+
+    def written_after(self, state: "AssistantState", data: bytes) -> bytes:
+        """What it reads in place of bytes that are appended."""
+        return state.held + data
+
+    def loses_space(self, state: "AssistantState") -> bool:
+        """Whether its entries lose a leading space here."""
+        return False
+
+    def input_embeddings(self) -> torch.Tensor:
+        """Of shape `(num_rows, width)`."""
+        return self.model.get_input_embeddings().weight
+
     @torch.no_grad()
-    def entry_logits(self, context: Sequence[int]) -> tuple[dict[Key, float], list[float]]:
-        """The logits of the entries after these ids (several ids: their log-sum-exp), and those of the ids."""
-        if not context:
+    def last_logits(self, context: Sequence[int], count: int) -> torch.Tensor:
+        """The logits after the last ids, of shape `(count, vocab_size)`."""
+        if len(context) < count:
             raise ValueError(f"{self.name} has no token to start from.")
         ids = torch.tensor([list(context)], device=self.model.device)
-        row = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1].tolist()
+        output = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        return output.logits[0, -count:].cpu()
+
+    def entry_logits(self, context: Sequence[int]) -> tuple[dict[Key, float], list[float]]:
+        """The logits of the entries after these ids (several ids: their log-sum-exp), and those of the ids."""
+        row = self.last_logits(context, 1)[0].tolist()
         logits = {data: _logsumexp([row[i] for i in ids]) for data, ids in self.entries.items()}
         if self.control_eos:
             logits[EOS] = _logsumexp([row[i] for i in self.control_eos])
@@ -258,6 +290,14 @@ def _text_only(
     kept = [rule for rule in rules if rule and keeps(rule)]
     normalizer = {"type": "Sequence", "normalizers": kept} if kept else None
     pre_tokenizer = copy.deepcopy(spec["pre_tokenizer"])
+    if pre_tokenizer and not inserts_space and {"WhitespaceSplit", "Metaspace"} <= set(_parts(pre_tokenizer, "type")):
+        # It cuts white space out, so that a space of the text would be none before the next word.
+        pre_tokenizer["pretokenizers"] = [r for r in pre_tokenizer["pretokenizers"] if r["type"] != "WhitespaceSplit"]
+        if normalizes:
+            own = normalizer["normalizers"] if normalizer else []
+            one_space = {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "}
+            no_space = {"type": "Replace", "pattern": {"Regex": r"\s+$"}, "content": ""}
+            normalizer = {"type": "Sequence", "normalizers": [*own, one_space, no_space]}
     if pre_tokenizer and not inserts_space:
         for rule in pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
             if rule["type"] == "Metaspace":
@@ -275,7 +315,7 @@ def _text_only(
     return made[key]
 
 
-def _is_utf8(data: bytes) -> bool:
+def is_utf8(data: bytes) -> bool:
     return data.decode(errors="replace").encode() == data
 
 
@@ -422,11 +462,9 @@ class Reference:
     def prompt_state(self, primary_prompt_ids: Sequence[int]) -> State:
         """The state after a prompt, given as the primary's ids without padding."""
         data = self.primary.text_of_prompt(primary_prompt_ids)
-        text, begun = split_begun(data)
-        states = []
-        for member in self.assistants:
-            start = AssistantState(data, [*member.prompt_prefix, *member.prompt_ids(text)])
-            states.append(_append(member, start, begun) if begun else start)
+        text, _ = split_begun(data)
+        is_open = not data or text[-1:].isspace() or primary_prompt_ids[-1] in self.primary.control
+        states = [member.read_prompt(data, is_open) for member in self.assistants]
         return State(list(primary_prompt_ids), states, len(primary_prompt_ids))
 
     def advance(self, state: State, chosen: Key | Sequence[int]) -> State:
@@ -442,7 +480,7 @@ class Reference:
         states = state.assistants
         if data:
             states = [
-                replace(_append(member, old, data), text=old.text + data)
+                replace(append(member, old, data), text=old.text + data)
                 for member, old in zip(self.assistants, states, strict=True)
             ]
         return State([*state.primary_ids, *ids], states, state.prompt_length)
@@ -451,18 +489,27 @@ class Reference:
         """What each member reads; None for those that sit out."""
         contexts = [state.primary_ids]
         for member, own in zip(self.assistants, state.assistants, strict=True):
-            if self.resync == "append":
-                contexts.append(None if own.held else own.appended)
-                continue
-            text, begun = split_begun(own.text)
-            begun_ids = member.byte_ids(begun)
-            start = [*member.prompt_prefix, *member.prompt_ids(text)]
-            contexts.append(None if begun_ids is None else [*start, *begun_ids])
+            contexts.append(member.context(own, self.resync))
         return contexts
 
     # Distributions
 
     def distribution(self, state: State) -> Step:
+        pairs = zip(self.assistants, state.assistants, strict=True)
+        lose_space = any(member.loses_space(own) for member, own in pairs)
+        return (self._at_start if lose_space else self)._distribution(state)
+
+    @functools.cached_property
+    def _at_start(self) -> "Reference":
+        """The same with members whose entries have lost a leading space."""
+        return self._with_members([getattr(member, "without_space", member) for member in self.members])
+
+    def _with_members(self, members: list[ReferenceMember]) -> "Reference":
+        twin = copy.copy(self)
+        twin.members, twin.primary, twin.assistants = members, members[0], members[1:]
+        return twin
+
+    def _distribution(self, state: State) -> Step:
         contexts = self.contexts(state)
         given = [float(w) for w in (self.weights(self, state) if callable(self.weights) else self.weights)]
         is_closed = self._is_closed(contexts)
@@ -600,7 +647,8 @@ class Reference:
         index |= {("control", i): i for i in primary.control}
         if primary.control_eos:
             index[EOS] = primary.control_eos[0]
-        for member in self.assistants:
+        starts = [member.without_space for member in self.assistants if hasattr(member, "without_space")]
+        for member in [*self.assistants, *starts]:
             for data in sorted(member.entries, key=lambda data: _own_id(member, data)):
                 index.setdefault(data, primary.num_rows + len(index))
         return index
@@ -647,9 +695,9 @@ class Reference:
         return found
 
 
-def _append(member: ReferenceMember, state: AssistantState, data: bytes) -> AssistantState:
+def append(member: ReferenceMember, state: AssistantState, data: bytes) -> AssistantState:
     """Let the context of an appending assistant grow by what a step wrote."""
-    data = state.held + data
+    data = member.written_after(state, data)
     ids = member.encode(data)
     if ids is not None:
         return replace(state, appended=[*state.appended, *ids], held=b"")

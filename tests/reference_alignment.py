@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tests.reference import EOS, Key, Reference, ReferenceMember, State, _average, _is_utf8, _own_id, _softmaxes
+from tests.reference import EOS, Key, Reference, ReferenceMember, State, _average, _own_id, _softmaxes, is_utf8
 
 Map = dict[Key, dict[Key, float]]
 """By entry of an assistant: the shares of the primary's entries."""
@@ -37,6 +37,11 @@ class _ReferenceMapped(Reference):
     ):
         super().__init__(members, method, weights, threshold=threshold, gate=gate, resync=resync)
         self.maps = [self._build_map(member) for member in self.assistants]
+
+    def _with_members(self, members: list[ReferenceMember]) -> Reference:
+        twin = super()._with_members(members)
+        twin.maps = [twin._build_map(member) for member in twin.assistants]
+        return twin
 
     def _build_map(self, member: ReferenceMember) -> Map:
         raise NotImplementedError
@@ -113,7 +118,7 @@ def nearest(data: bytes, targets: Sequence[bytes]) -> bytes:
         return data
     best, least = None, None
     for target in targets:
-        in_chars = _is_utf8(data) and _is_utf8(target)
+        in_chars = is_utf8(data) and is_utf8(target)
         a, b = (data.decode(), target.decode()) if in_chars else (data, target)
         if least is not None and abs(len(a) - len(b)) >= least:
             continue  # the difference in length is a lower bound

@@ -75,9 +75,18 @@ class ReferenceDeepen(Reference):
             raise ValueError(f"Unknown variant {variant!r}.")
         self.variant, self.learning_rate, self.num_steps = variant, learning_rate, num_steps
         self.support, self.skip_on_agreement = support, skip_on_agreement
-        self.embeddings = [m.model.get_input_embeddings().weight.detach().double().cpu() for m in self.members]
+        self.embeddings = [m.input_embeddings().detach().double().cpu() for m in self.members]
+        self._drawn = num_anchors, anchor_seed
+        self._meet()
+
+    def _with_members(self, members: list[ReferenceMember]) -> Reference:
+        twin = super()._with_members(members)
+        twin._meet()
+        return twin
+
+    def _meet(self) -> None:
         self.live_ids = [self._find_live_ids(index) for index in range(len(self.members))]
-        self.anchors = self._draw_anchors(num_anchors, anchor_seed)
+        self.anchors = self._draw_anchors(*self._drawn)
 
     def _find_live_ids(self, index: int) -> list[int]:
         """The ids that take part, in ascending order."""

@@ -187,6 +187,10 @@ class ReferenceSpans:
             for index, context in enumerate(contexts)
             if context is not None
         }
+        for index in proposals.keys() - {0}:
+            if self.members[index].loses_space(state.assistants[index - 1]):
+                data = proposals[index].data
+                proposals[index] = proposals[index]._replace(data=data.removeprefix(b" ") or data)
         proposers: dict[tuple[bytes, bool], list[int]] = {}
         for index, proposal in proposals.items():
             if self._can_be_written(proposal):
@@ -273,7 +277,7 @@ def _append(member: ReferenceMember, state: AssistantState, data: bytes) -> Assi
 
     That is its own view of each stretch of text, and U+FFFD for every other byte that it cannot write.
     """
-    data = state.held + data
+    written, data = data, member.written_after(state, data)
     ids, held = member.encode(data), b""
     if ids is None:
         _, begun = split_begun(data)
@@ -286,18 +290,12 @@ def _append(member: ReferenceMember, state: AssistantState, data: bytes) -> Assi
                     ids += member.encode(_bytes_of(char)) or member.append_ids(REPLACEMENT)
             else:
                 ids += member._seen("".join(chars), member._continue)
-    return replace(state, text=state.text + data, appended=[*state.appended, *ids], held=held)
+    return replace(state, text=state.text + written, appended=[*state.appended, *ids], held=held)
 
 
-@torch.no_grad()
 def _last_logits(member: ReferenceMember, context: Sequence[int], count: int) -> Tensor:
     """The logits after the last ids, of shape `(count, vocab_size)` and in float64."""
-    if len(context) < count:
-        raise ValueError(f"{member.name} has no token to start from.")
-    ids = torch.tensor([list(context)], device=member.model.device)
-    mask = torch.ones_like(ids)
-    output = member.model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=count)
-    return output.logits[0, -count:].double().cpu()
+    return member.last_logits(context, count).double()
 
 
 # --- Comparing ------------------------------------------------------------------------------------------------------

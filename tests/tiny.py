@@ -110,9 +110,9 @@ def byte_level_bpe(
     missing = {by_byte[byte] for byte in missing_bytes}
     alphabet = [char for char in by_byte if char not in missing]
     control = _distinct(unk, bos, eos, pad, *specials)
-    merges = _learn_merges(texts, split, normalizer, vocab_size)
+    merges = learn_merges(texts, split, normalizer, vocab_size)
     merges = [pair for pair in merges if not missing & set("".join(pair))]
-    vocab, merges = _assemble([*control, *alphabet], merges, vocab_size, holes)
+    vocab, merges = assemble([*control, *alphabet], merges, vocab_size, holes)
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -146,11 +146,11 @@ def sentencepiece_bpe(
     to_space_sign = normalizers.Replace(" ", SPACE_SIGN)
     own = [normalizer] if normalizer is not None else []
     learner = normalizers.Sequence([*own, to_space_sign])
-    merges = _learn_merges(texts, pre_tokenizers.Split(SPACE_SIGN, "merged_with_next"), learner, vocab_size)
+    merges = learn_merges(texts, pre_tokenizers.Split(SPACE_SIGN, "merged_with_next"), learner, vocab_size)
     control = _distinct(pad, eos, bos, "<unk>", *specials)
     chars = sorted({char for text in texts for char in learner.normalize_str(text)})
     fallback = [f"<0x{byte:02X}>" for byte in range(256)] if byte_fallback else []
-    vocab, merges = _assemble([*control, *fallback, *chars], merges, vocab_size, holes)
+    vocab, merges = assemble([*control, *fallback, *chars], merges, vocab_size, holes)
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=byte_fallback))
     strip = [decoders.Strip(" ", 1, 0)]
     if style == "gemma":
@@ -190,11 +190,11 @@ def unigram(
     """
     split = pre_tokenizers.Metaspace(SPACE_SIGN, prepend_scheme="first")
     control = _distinct(pad, eos, bos, "<unk>")
-    merges = _learn_merges(texts, split, normalizer, vocab_size)
+    merges = learn_merges(texts, split, normalizer, vocab_size)
     normalized = [normalizer.normalize_str(text) if normalizer else text for text in texts]
     chars = sorted({char for text in normalized for char in text.replace(" ", SPACE_SIGN)})
     fallback = [f"<0x{byte:02X}>" for byte in range(256)] if byte_fallback else []
-    vocab, _ = _assemble([*control, *fallback, *chars], merges, vocab_size, ())
+    vocab, _ = assemble([*control, *fallback, *chars], merges, vocab_size, ())
     scores = [(piece, -100.0 if piece in fallback else -10.0 - rank / vocab_size) for piece, rank in vocab.items()]
     tokenizer = Tokenizer(models.Unigram(scores, unk_id=vocab["<unk>"], byte_fallback=byte_fallback))
     if normalizer is not None:
@@ -237,7 +237,7 @@ def wordpiece(
     control = _distinct(pad, "[UNK]", bos, eos)
     words = [word for text in texts for word, _ in split.pre_tokenize_str(normalizer.normalize_str(text))]
     chars = sorted({char for word in words for char in word})
-    vocab, _ = _assemble([*control, *chars, *(f"##{char}" for char in chars)], (), vocab_size, ())
+    vocab, _ = assemble([*control, *chars, *(f"##{char}" for char in chars)], (), vocab_size, ())
     for word in sorted(set(words), key=lambda word: (-words.count(word), word)):
         if len(vocab) >= vocab_size:
             break
@@ -307,7 +307,7 @@ def _distinct(*names: str | None) -> list[str]:
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
-def _learn_merges(
+def learn_merges(
     texts: Sequence[str],
     split: pre_tokenizers.PreTokenizer,
     normalizer: normalizers.Normalizer | None,
@@ -356,7 +356,7 @@ def _merges(words: tuple[str, ...]) -> Iterator[tuple[str, str]]:
                 pairs[pair] += times[word]
 
 
-def _assemble(base: Sequence[str], merges: Iterable[tuple[str, str]], vocab_size: int, holes: Sequence[int]):
+def assemble(base: Sequence[str], merges: Iterable[tuple[str, str]], vocab_size: int, holes: Sequence[int]):
     free_ids = (i for i in count() if i not in holes)
     vocab = {token: next(free_ids) for token in base}
     kept = []
@@ -412,31 +412,31 @@ SIZES = {
 
 
 def tiny_llama(vocab: PreTrainedTokenizerBase | int, **options) -> LlamaForCausalLM:
-    return _build(LlamaForCausalLM, LlamaConfig, vocab, {**SIZES, **options})
+    return build(LlamaForCausalLM, LlamaConfig, vocab, {**SIZES, **options})
 
 
 def tiny_gpt2(vocab: PreTrainedTokenizerBase | int, *, n_positions: int = 64, **options) -> GPT2LMHeadModel:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": n_positions, "tie_word_embeddings": False}
-    return _build(GPT2LMHeadModel, GPT2Config, vocab, {**sizes, **options})
+    return build(GPT2LMHeadModel, GPT2Config, vocab, {**sizes, **options})
 
 
 def tiny_gemma3(vocab: PreTrainedTokenizerBase | int, *, window: int = 8, **options) -> Gemma3ForCausalLM:
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": window}
     own = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
-    return _build(Gemma3ForCausalLM, Gemma3TextConfig, vocab, {**SIZES, **layers, **own, **options})
+    return build(Gemma3ForCausalLM, Gemma3TextConfig, vocab, {**SIZES, **layers, **own, **options})
 
 
 def tiny_mistral(vocab: PreTrainedTokenizerBase | int, *, window: int = 8, **options) -> MistralForCausalLM:
-    return _build(MistralForCausalLM, MistralConfig, vocab, {**SIZES, "sliding_window": window, **options})
+    return build(MistralForCausalLM, MistralConfig, vocab, {**SIZES, "sliding_window": window, **options})
 
 
 def tiny_mixtral(vocab: PreTrainedTokenizerBase | int, **options) -> MixtralForCausalLM:
-    return _build(MixtralForCausalLM, MixtralConfig, vocab, {**SIZES, "num_local_experts": 4, **options})
+    return build(MixtralForCausalLM, MixtralConfig, vocab, {**SIZES, "num_local_experts": 4, **options})
 
 
 def tiny_mamba(vocab: PreTrainedTokenizerBase | int, **options) -> MambaForCausalLM:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "tie_word_embeddings": False}
-    return _build(MambaForCausalLM, MambaConfig, vocab, {**sizes, **options})
+    return build(MambaForCausalLM, MambaConfig, vocab, {**sizes, **options})
 
 
 def tiny_mamba2(vocab: PreTrainedTokenizerBase | int, **options) -> Mamba2ForCausalLM:
@@ -449,36 +449,36 @@ def tiny_mamba2(vocab: PreTrainedTokenizerBase | int, **options) -> Mamba2ForCau
         "n_groups": 2,
         "chunk_size": 8,
     }
-    return _build(Mamba2ForCausalLM, Mamba2Config, vocab, {**sizes, **options})
+    return build(Mamba2ForCausalLM, Mamba2Config, vocab, {**sizes, **options})
 
 
 def tiny_falcon_h1(vocab: PreTrainedTokenizerBase | int, **options) -> FalconH1ForCausalLM:
     """Attention and Mamba-2 side by side; chunks on a warm cache are exact."""
     own = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
-    return _build(FalconH1ForCausalLM, FalconH1Config, vocab, {**SIZES, **own, **options})
+    return build(FalconH1ForCausalLM, FalconH1Config, vocab, {**SIZES, **own, **options})
 
 
 def tiny_lfm2(vocab: PreTrainedTokenizerBase | int, **options) -> Lfm2ForCausalLM:
     """Short convolutions and attention; chunks on a warm cache are exact."""
     own = {"layer_types": ["conv", "full_attention"], "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False}
-    return _build(Lfm2ForCausalLM, Lfm2Config, vocab, {**SIZES, **own, **options})
+    return build(Lfm2ForCausalLM, Lfm2Config, vocab, {**SIZES, **own, **options})
 
 
 def tiny_jamba(vocab: PreTrainedTokenizerBase | int, **options) -> JambaForCausalLM:
     """Mamba and attention by turns; chunks on a warm cache are silently wrong, single tokens are exact."""
     own = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
-    return _build(JambaForCausalLM, JambaConfig, vocab, {**SIZES, "num_experts": 2, **own, **options})
+    return build(JambaForCausalLM, JambaConfig, vocab, {**SIZES, "num_experts": 2, **own, **options})
 
 
 def tiny_m2m100(vocab: PreTrainedTokenizerBase | int, **options) -> M2M100ForConditionalGeneration:
     halves = {"layers": 1, "ffn_dim": 64, "attention_heads": 4}
     sizes = {f"{half}_{name}": size for half in ("encoder", "decoder") for name, size in halves.items()}
-    return _build(M2M100ForConditionalGeneration, M2M100Config, vocab, {"d_model": 32, **sizes, **options})
+    return build(M2M100ForConditionalGeneration, M2M100Config, vocab, {"d_model": 32, **sizes, **options})
 
 
 def tiny_bert(vocab: PreTrainedTokenizerBase | int, **options) -> BertModel:
     """Encoder only: no causal language model."""
-    return _build(BertModel, BertConfig, vocab, {**SIZES, **options})
+    return build(BertModel, BertConfig, vocab, {**SIZES, **options})
 
 
 def save_pair(folder: Path, *names: str) -> list[str]:
@@ -512,7 +512,7 @@ def _vocab_options(vocab: PreTrainedTokenizerBase | int, extra_rows: int) -> dic
     return dict(vocab_size=rows_of(vocab) + extra_rows, **ids)
 
 
-def _build(model_class, config_class, vocab, options: dict) -> PreTrainedModel:
+def build(model_class, config_class, vocab, options: dict) -> PreTrainedModel:
     """Build a float32 model in eval mode.
 
     `seed`, `extra_rows` (beyond the tokenizer) and `sharpness` (times the output embeddings) are ours, the rest of

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import EnsembleError
 from ..members.local import LocalMember
-from ..members.member import Member
+from ..members.member import Member, RowPrompt
 from ..members.state import MemberState, PlainContext
 from .findings import Finding
 
@@ -12,7 +12,7 @@ _TEXT = "The committee met on Monday and agreed that the old bridge should be me
 _LONG = 1024
 """Ids of the text on which a model is tried."""
 
-_FAST = ("static", "repack")
+_FAST = ("static", "repack", "aligned")
 """Cache modes in which all rows run together."""
 
 
@@ -27,7 +27,9 @@ def check_model(member: Member) -> Iterator[Finding]:
             "Dropout, if it has any, draws other logits at every step.",
             "Call the model's `eval()`.",
         )
-    ids = member.encode(_TEXT * 100)[: min(_LONG, int(min(member.max_length, _LONG)))]
+    context = member.read(RowPrompt(_TEXT.encode()), "append")
+    context.write(_TEXT.encode() * 99)
+    ids = context.ids[: int(min(member.max_length, _LONG))]
     reason = ""
     try:
         logits = MemberState(member, [PlainContext(ids)]).logits().float()
@@ -48,7 +50,7 @@ def check_model(member: Member) -> Iterator[Finding]:
 
 
 def _check_steps(member: LocalMember) -> Iterator[Finding]:
-    best = "static" if member.device.type == "cuda" else "repack"
+    best = next(mode for mode in member.cache_modes if mode != "static" or member.device.type == "cuda")
     mode = member.cache_mode
     if mode in (best, "static"):
         return
@@ -107,7 +109,7 @@ def cache_bytes(member: Member, num_tokens: int) -> int | None:
     layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if not (heads and layers and hidden):
         return None
-    width = getattr(config, "head_dim", None) or hidden // heads
+    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads
     kept = getattr(config, "num_key_value_heads", None) or heads
     num_values = int(2 * layers * kept * width * num_tokens)
     return num_values * member.dtype.itemsize

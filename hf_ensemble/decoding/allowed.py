@@ -46,7 +46,7 @@ def with_allowed(
             raise messages.changed_beside([rows.members[index].name for index in listing], rows.where(row))
     columns = {row: is_left[row].nonzero()[:, 0].tolist() for row in places}
     logits = rows.ask(fused.logits, fused.needed, columns)
-    whole = step.whole(logits, fused.weights, rows.normalizers())
+    whole = step.whole(logits, fused.weights, rows.normalizers(), rows.losing_space())
     at = torch.tensor(places, device=scores.device)
     known = torch.where(whole[at].exp() > 2 * UNKNOWN, whole[at], -torch.inf)
     moved = torch.where(is_left[at], scores[at] - proposals.whole[at] + known, scores[at])

@@ -1,5 +1,6 @@
 """What one call of `generate` or `score` works with, and what an ensemble keeps from call to call."""
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,9 +68,34 @@ class Kept:
         if method is None or method.is_stale:
             if len(self.methods) >= _MAX_METHODS:
                 self.methods.clear()
-            method = config.build(self.members, self.union, eos_ids_of(self.members, eos_ids), device)
+            ends = eos_ids_of(self.members, eos_ids)
+            if self._at_start is None:
+                method = config.build(self.members, self.union, ends, device)
+            else:
+                union, at_start = self._unions
+                method = config.build(self.members, union, ends, device)
+                method.build_at_start = functools.partial(config.build, self._at_start, at_start, ends, device)
             self.methods[key] = method
         return method
+
+    @functools.cached_property
+    def _at_start(self) -> list[Member] | None:
+        """The members as they are where a text begins; None if all are as anywhere."""
+        found = [member.at_text_start for member in self.members]
+        if not any(found):
+            return None
+        return [other or member for other, member in zip(found, self.members, strict=True)]
+
+    @functools.cached_property
+    def _unions(self) -> tuple[UnionVocabulary, UnionVocabulary]:
+        """The union vocabulary anywhere and where a text begins, whose entries have the same numbers."""
+        assert self._at_start is not None
+        count = len(self.members)
+        starts = [n for n, pair in enumerate(zip(self._at_start, self.members, strict=True)) if pair[0] is not pair[1]]
+        others = [self._at_start[n].encoder for n in starts]
+        whole = UnionVocabulary([*(member.encoder for member in self.members), *others])
+        places = [count + starts.index(n) if n in starts else n for n in range(count)]
+        return whole.of_members(range(count)), whole.of_members(places)
 
     def keep_draft_length(self, kind: Hashable, draft_length: Any) -> None:
         """Keep what a call has measured for the next one of its kind."""

@@ -108,6 +108,15 @@ class LiveRows:
             for index, state in self.states.items()
         }
 
+    def losing_space(self) -> list[int]:
+        """The live rows in which a text begins, where entries of some members have lost a leading space."""
+        places = self._place_of if self._prompt_of_row is None else self._prompt_of_row
+        return [
+            row
+            for row in self.live
+            if any(state.contexts[places[row]].loses_space for index, state in self.states.items() if index)
+        ]
+
     def read(self, needed: Tensor) -> list[Tensor | None]:
         """Run the members that are needed and have not been read at this step; of all rows, ended ones included."""
         is_needed = needed.T.tolist()

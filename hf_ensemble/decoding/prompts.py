@@ -14,6 +14,7 @@ from ..errors import ConfigurationError
 from ..members.member import Member, RowPrompt
 from ..members.state import MemberState, padded_left
 from ..vocabulary.context import MemberContext, Resync
+from ..vocabulary.encoding import split_begun_character
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class OwnPrompts:
 
     Attributes:
         texts: For each prompt each member's own text, or None.
+        starts: For each prompt what stands for its first id, where that is more than an id: a primary that reads a source
+            has it there. None where all are ids.
 
     Raises:
         ConfigurationError: If there is not one entry per member, or not one text per row, or the primary has one.
@@ -71,11 +74,17 @@ class OwnPrompts:
                 "the primary reads `input_ids`: give None as its entry of `member_prompts`, or no `input_ids`."
             )
         self.texts = list(zip(*texts, strict=True))
+        self.starts: list[int] | None = None
+
+    def numbers_of(self, num_rows: int) -> Tensor:
+        """The number of the prompt of each row, of shape `(num_rows,)`: a prompt may have several, one after the other."""
+        return torch.arange(num_rows) * len(self.texts) // num_rows
 
     def of_rows(self, rows: Sequence[int]) -> "OwnPrompts":
         """Those of some of the prompts."""
         twin = copy.copy(self)
         twin.texts = [self.texts[row] for row in rows]
+        twin.starts = None if self.starts is None else [self.starts[row] for row in rows]
         return twin
 
 
@@ -189,9 +198,12 @@ def read_prompts(
     primary = members[0]
     kept = [[1] * ids.shape[1]] * ids.shape[0] if mask is None else mask.tolist()
     rows = [tuple(i for i, keep in zip(*row, strict=True) if keep) for row in zip(ids.tolist(), kept, strict=True)]
-    texts_of = [(None,) * len(members)] if own is None else own.texts
-    # A prompt may have several rows, one after the other.
-    own_texts = [texts_of[n * len(texts_of) // len(rows)] for n in range(len(rows))]
+    own_texts = [(None,) * len(members)] * len(rows)
+    if own is not None:
+        numbers = own.numbers_of(len(rows)).tolist()
+        own_texts = [own.texts[number] for number in numbers]
+        if own.starts is not None:
+            rows = [(own.starts[number], *row[1:]) for number, row in zip(numbers, rows, strict=True)]
     keys = list(zip(rows, own_texts, strict=True))
     number_of = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     distinct = [list(row) for row, _ in number_of]
@@ -212,7 +224,8 @@ def read_prompts(
                 if index == 0:
                     contexts[index].append(MemberContext.of_ids(member.encoder, row))
                 else:
-                    contexts[index].append(member.read(RowPrompt(text, own_text[index], conversation), resync))
+                    prompt = RowPrompt(text, own_text[index], conversation, _is_open(primary, row, text))
+                    contexts[index].append(member.read(prompt, resync))
             if not all(context.ids for context in contexts[index]):
                 raise ConfigurationError(
                     f"member {member.name!r} has nothing to start from: a prompt is empty, and its tokenizer has "
@@ -224,6 +237,11 @@ def read_prompts(
                 member.name, member.max_positions, "the prompt takes", max(lengths), "Shorten the prompt"
             )
     return Prompts(distinct, texts, [number_of[key] for key in keys], contexts)
+
+
+def _is_open(primary: Member, ids: Sequence[int], text: bytes) -> bool:
+    """Whether a word after a prompt takes no space; see `RowPrompt.is_open`."""
+    return not text or primary.is_control(ids[-1]) or split_begun_character(text)[0][-1:].isspace()
 
 
 def expand_prompts(

@@ -6,7 +6,6 @@ Gates, weights, members that sit out, masks and normalizers are dealt with here 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +35,9 @@ class Reader(Protocol):
             Each member's logits in float32 on the mixing device, of shape `(num_positions, vocab_size)`; None if it is
             needed nowhere. Where it is not needed they have no meaning.
         """
+
+    def losing_space(self) -> list[int]:
+        """The positions at which a text begins, where entries of some members have lost a leading space."""
 
     def normalizers(self) -> Mapping[int, Tensor | None]:
         """Of members whose rows hold few entries: logsumexp of all their logits, of shape `(num_positions,)`, or None."""
@@ -113,8 +115,8 @@ class FusedStep:
         self._draws = draws
         self._alone = torch.eye(len(members))  # the weights where one member decides
         self._captures = captures
-        self.listed = ListedIds(method)
-        self._mix = self._mixing(method)
+        self._listed: dict[int, ListedIds] = {}
+        self._mixes: dict[int, Callable[[Sequence[Tensor | None], Tensor], Mixed]] = {}
         self._sent: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -122,12 +124,58 @@ class FusedStep:
         """Whether who is needed follows from the weights alone, so that it is known before the step."""
         return self._gate is None and self._draws is None
 
-    @cached_property
-    def _mix_whole(self) -> Callable[[Sequence[Tensor | None], Tensor], Mixed]:
-        return self._mixing(Gac.beside(self.method))
+    def _mixed(
+        self, logits: Sequence[Tensor | None], weights: Tensor, starts: Sequence[int], is_whole: bool = False
+    ) -> Mixed:
+        """Fuse positions, each by the method as it is there.
 
-    def _mixing(self, method: TokenMethod) -> Callable[[Sequence[Tensor | None], Tensor], Mixed]:
-        return CapturedMix(method) if self._captures else method.mix
+        Args:
+            logits: As for `TokenMethod.mix`.
+            weights: As for `TokenMethod.mix`.
+            starts: Positions at which a text begins.
+            is_whole: Whether to average whole distributions in place of what the method does.
+        """
+
+        def mix(method: TokenMethod, some: Sequence[Tensor | None], weights: Tensor) -> tuple[Tensor, Tensor]:
+            mixed = self._mix(method, is_whole)(some, weights)
+            return mixed.logprobs, mixed.normalizers
+
+        return Mixed(*self._by_place(mix, logits, weights, starts))
+
+    def _by_place(
+        self,
+        fuse: Callable[[TokenMethod, Sequence[Tensor | None], Tensor], tuple[Tensor, ...]],
+        logits: Sequence[Tensor | None],
+        weights: Tensor,
+        starts: Sequence[int],
+    ) -> tuple[Tensor, ...]:
+        """Fuse positions by the method as it is anywhere, and those at which a text begins as it is there."""
+        if not starts:
+            return fuse(self.method, logits, weights)
+        if len(starts) == len(weights):
+            return fuse(self.method.at_start, logits, weights)
+        others = sorted(set(range(len(weights))).difference(starts))
+        places, parts = [], []
+        for method, positions in ((self.method, others), (self.method.at_start, starts)):
+            at = sent(positions, weights.device)
+            places.append(at)
+            parts.append(fuse(method, [None if one is None else one[at] for one in logits], weights[at]))
+        order = torch.cat(places).argsort()
+        return tuple(torch.cat(rows)[order] for rows in zip(*parts, strict=True))
+
+    @property
+    def listed(self) -> ListedIds:
+        """Which of the primary's columns members' ids count for."""
+        return self._listed_ids(self.method)
+
+    def _listed_ids(self, method: TokenMethod) -> ListedIds:
+        return self._listed.setdefault(id(method), ListedIds(method))
+
+    def _mix(self, method: TokenMethod, is_whole: bool) -> Callable[[Sequence[Tensor | None], Tensor], Mixed]:
+        method = Gac.beside(method) if is_whole else method
+        if id(method) not in self._mixes:
+            self._mixes[id(method)] = CapturedMix(method) if self._captures else method.mix
+        return self._mixes[id(method)]
 
     def run(
         self,
@@ -165,7 +213,8 @@ class FusedStep:
         if logits[0] is None:
             # So EOS is written as the primary's first EOS id.
             logits[0] = torch.zeros(len(plan), self._width, device=self.method.device)
-        mixed = self._mix(logits, there)
+        starts = reader.losing_space() if self.method.build_at_start is not None else []
+        mixed = self._mixed(logits, there, starts)
         normalizers = mixed.normalizers
         if known := reader.normalizers():
             normalizers = with_known(normalizers, known, there)
@@ -181,7 +230,7 @@ class FusedStep:
             needed=needed,
             closed=closed,
             logits=logits,
-            whole=self.whole(logits, there, known) if is_constrained and self.method.proposes_few else None,
+            whole=self.whole(logits, there, known, starts) if is_constrained and self.method.proposes_few else None,
         )
 
     def folded(self, rows: Tensor) -> Tensor:
@@ -243,7 +292,13 @@ class FusedStep:
                 raise self.members[gate].not_finite(reader.where(position))
         return {position for position in positions if confidence[position] > threshold}
 
-    def whole(self, logits: Sequence[Tensor | None], weights: Tensor, listing: Collection[int] = ()) -> Tensor:
+    def whole(
+        self,
+        logits: Sequence[Tensor | None],
+        weights: Tensor,
+        listing: Collection[int] = (),
+        starts: Sequence[int] = (),
+    ) -> Tensor:
         """The weighted mean of the members' whole distributions.
 
         Args:
@@ -251,6 +306,7 @@ class FusedStep:
             weights: Of shape `(num_positions, num_members)`, on the mixing device.
             listing: Members of which these are log-probabilities, of few ids. An id that nobody knows more of has the
                 probability `UNKNOWN`.
+            starts: Positions at which a text begins.
 
         Returns:
             Log-probabilities over the primary's ids.
@@ -260,14 +316,18 @@ class FusedStep:
         shares = torch.where((shares > 0).any(-1, keepdim=True), shares, (weights != 0).float())
         shares = shares / shares.sum(-1, keepdim=True)
         if not listing:
-            return self.folded(self._mix_whole(logits, shares).logprobs)
-        assert logits[0] is not None
-        known = {
-            index: one if index in listing else self.method.masked(one, index).log_softmax(-1)
-            for index, one in enumerate(logits)
-            if one is not None
-        }
-        return self.listed.masses(known, shares, logits[0]).clamp_min(UNKNOWN).log()
+            return self.folded(self._mixed(logits, shares, starts, is_whole=True).logprobs)
+
+        def of_listed(method: TokenMethod, some: Sequence[Tensor | None], weights: Tensor) -> tuple[Tensor]:
+            assert some[0] is not None
+            known = {
+                index: one if index in listing else method.masked(one, index).log_softmax(-1)
+                for index, one in enumerate(some)
+                if one is not None
+            }
+            return (self._listed_ids(method).masses(known, weights, some[0]).clamp_min(UNKNOWN).log(),)
+
+        return self._by_place(of_listed, logits, shares, starts)[0]
 
     def _there(self, plan: Tensor) -> Tensor:
         """The weights on the mixing device; those that stay are sent once."""

@@ -34,6 +34,7 @@ class ForcedText:
     shared: list[int]
     tails: list[list[int]]
     sits_out: list[bool]
+    loses_space: list[bool]
 
     @classmethod
     def of_ids(cls, prompt: Sequence[int], continuation: Sequence[int]) -> "ForcedText":
@@ -45,7 +46,8 @@ class ForcedText:
         """
         steps = range(len(continuation))
         shared = [len(prompt) + step for step in steps]
-        return cls([*prompt, *continuation[:-1]], shared, [[] for _ in steps], [False for _ in steps])
+        never = [False for _ in steps]
+        return cls([*prompt, *continuation[:-1]], shared, [[] for _ in steps], never, never)
 
     @classmethod
     def of_context(cls, context: MemberContext, written: Sequence[bytes]) -> "ForcedText":
@@ -55,7 +57,7 @@ class ForcedText:
             context: The member's context after the prompt.
             written: What each step but the last writes.
         """
-        shared, sits_out = [len(context.ids)], [context.sits_out]
+        shared, sits_out, loses_space = [len(context.ids)], [context.sits_out], [context.loses_space]
         tails: list[list[int]] = [[]]
         ids = list(context.ids)
         for data in written:
@@ -70,7 +72,8 @@ class ForcedText:
             shared.append(len(context.ids))
             tails.append([])
             sits_out.append(context.sits_out)
-        return cls(list(context.ids), shared, tails, sits_out)
+            loses_space.append(context.loses_space)
+        return cls(list(context.ids), shared, tails, sits_out, loses_space)
 
     @property
     def num_steps(self) -> int:

@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from ..config import MemberConfig, last_part
 from ..errors import ConfigurationError
 from ..members.ray.member import RayMember
@@ -34,6 +36,24 @@ def check_placement(items: Sequence[MemberConfig], placement: Any, refuses_remot
             )
         if placement == "ray" and not item.is_elsewhere:
             item.ray = {}
+
+
+def check_actor(item: MemberConfig, config: PreTrainedConfig) -> None:
+    """Refuse what cannot run in an actor.
+
+    Args:
+        item: The member.
+        config: Its model's configuration.
+
+    Raises:
+        ConfigurationError: If the model has an encoder.
+    """
+    if config.is_encoder_decoder:
+        raise ConfigurationError(
+            f"member {name_of(item)!r} is an encoder-decoder model ({config.model_type}), which runs in this process only, but "
+            "is to run in a Ray actor. Leave `ray` out of its `MemberConfig`, and `placement` out of the call: set `ray` for "
+            "the other members."
+        )
 
 
 def start_actor(item: MemberConfig, device_map: Any, load: Callable[..., Any], *arguments: Any) -> RayMember:

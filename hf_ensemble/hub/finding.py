@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from ..config import EnsembleConfig, MemberConfig
 from ..errors import ConfigurationError
@@ -71,7 +74,7 @@ def _listed_members(source: Any) -> list[MemberConfig]:
 
 
 def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> tuple[MemberConfig, PreTrainedConfig]:
-    """Check that a member is a causal language model that can be found.
+    """Check that a member is a language model that can be found, the first a causal one.
 
     Args:
         number: Its place in the list.
@@ -119,7 +122,7 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
         inside = "".join(f", {key} {value!r}" for key, value in asked.items() if value is not None)
         no_folder = "" if local.is_dir() else f" (There is no folder {place.path!r} here either.)"
         raise ConfigurationError(f"member {name!r}{inside} cannot be loaded: {problem}{no_folder}") from problem
-    _check_kind(name, config)
+    _check_kind(name, config, is_primary=number == 0)
     check_package(item, config)
     return found, config
 
@@ -137,14 +140,26 @@ def _read_config(path: str, options: dict[str, Any]) -> tuple[PreTrainedConfig |
         return None, error
 
 
-def _check_kind(name: str, config: PreTrainedConfig) -> None:
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class that loads a member's model."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def _check_kind(name: str, config: PreTrainedConfig, is_primary: bool) -> None:
     if isinstance(config, EnsembleConfig):
         raise ConfigurationError(f"member {name!r} is an ensemble itself. List its members instead.")
     if config.is_encoder_decoder:
-        raise ConfigurationError(
-            f"member {name!r} is an encoder-decoder model ({config.model_type}), which an ensemble cannot hold. Use "
-            "decoder-only causal language models."
-        )
+        if is_primary:
+            raise ConfigurationError(
+                f"member {name!r} is an encoder-decoder model ({config.model_type}), which cannot be the primary: its decoder "
+                "reads no prompt. Put a decoder-only causal language model first."
+            )
+        if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+            raise ConfigurationError(
+                f"member {name!r} is no language model for text: its configuration says {config.model_type!r}, architectures "
+                f"{config.architectures}."
+            )
+        return
     # A checkpoint that names no class is believed.
     names: list[str] = config.architectures or []
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (names and not any(n.endswith(_HEADS) for n in names)):

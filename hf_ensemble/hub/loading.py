@@ -20,11 +20,12 @@ from .. import messages
 from ..config import EnsembleConfig, MemberConfig, MethodConfig, is_local
 from ..errors import ConfigurationError
 from ..members.adapted import base_model
+from ..members.encoder_decoder import EncoderDecoderMember, languages_of
 from ..members.local import LocalMember
 from ..members.member import Member, refuse_missing_offers
 from ..members.ray.member import RayMember
 from ..members.shared_weights import join_members
-from .actors import check_placement, start_actor
+from .actors import check_actor, check_placement, start_actor
 from .adapters import check_adapters
 from .finding import checked_member, read_source
 from .in_place import finish_writing
@@ -58,7 +59,7 @@ class Loading:
         Entries of one model with one tokenizer share them. Only where all else is the same too, they are one member.
 
         Args:
-            models: Causal language models; the first is the primary.
+            models: Causal language models; the first is the primary. Others may be encoder-decoder models.
             tokenizers: Their fast tokenizers.
             method: Name or configuration of the method.
             weights: Mixing weights, one per member. Default: the same for all.
@@ -66,7 +67,7 @@ class Loading:
                 own `name_or_path`.
 
         Raises:
-            ConfigurationError: If the lists do not match, or a model is no decoder-only causal language model.
+            ConfigurationError: If the lists do not match, or a model is no language model, or the primary no causal one.
             VocabularyError: If a tokenizer cannot be understood.
         """
         if not models:
@@ -114,9 +115,10 @@ class Loading:
             options = (item.name, tuple(item.eos_token_id), item.chat_template, item.system_prompt)
             key = (id(model), id(tokenizer), *options)
             if key not in known:
-                known[key] = LocalMember(model, tokenizer, *options)
+                kind = EncoderDecoderMember if model.config.is_encoder_decoder else LocalMember
+                known[key] = kind(model, tokenizer, *options)
             members.append(known[key])
-        join_members(list(known.values()))
+        join_members([member for member in known.values() if member.runs_in_loop])
         refuse_missing_offers(members, config.method, range(len(members)))
         return cls(config, members)  # type: ignore[call-arg]
 
@@ -226,6 +228,8 @@ def _described(part: Part, item: MemberConfig) -> MemberConfig:
     beside = {whole_path(str(getattr(model, "name_or_path", ""))), item.path, item.adapter}
     if item.tokenizer is None and tokenizer.name_or_path and whole_path(tokenizer.name_or_path) not in beside:
         item.tokenizer = whole_path(tokenizer.name_or_path)
+    if languages := languages_of(tokenizer):
+        item.tokenizer_kwargs = {**(item.tokenizer_kwargs or {}), **languages}
     if item.commit is None and item.path and not is_local(item.path):
         # Transformers 5.17 keeps the commit with the configuration.
         kept = getattr(model.config, "_commit_hash", None)
@@ -265,7 +269,9 @@ def _load_members(
     keys = []
     distinct: dict[str, Listed] = {}
     for of_member in zip(items, configs, dtypes, device_maps, given, strict=True):
-        item, _, own_dtype, own_map, tokenizer = of_member
+        item, config, own_dtype, own_map, tokenizer = of_member
+        if item.ray is not None and config is not None:
+            check_actor(item, config)
         source = item
         if not item.is_elsewhere:  # what is elsewhere is a whole member
             source = dataclasses.replace(item, name=None, eos_token_id=[], chat_template=None, system_prompt=None)
@@ -278,9 +284,9 @@ def _load_members(
         for key, (item, _, _, _, tokenizer) in distinct.items():
             if item.url is not None:
                 elsewhere[key] = connect(item, load_tokenizer(item, tokenizer, kwargs), hub_options(kwargs))
-        for key, (item, _, own_dtype, own_map, tokenizer) in distinct.items():
+        for key, (item, config, own_dtype, own_map, tokenizer) in distinct.items():
             if item.ray is not None:
-                elsewhere[key] = start_actor(item, own_map, load_member, own_dtype, tokenizer, of_elsewhere)
+                elsewhere[key] = start_actor(item, own_map, load_member, config, own_dtype, tokenizer, of_elsewhere)
         own = {key: of_member for key, of_member in distinct.items() if not of_member[0].is_elsewhere}
         loaded: dict[str, Part] = {**load_models(own, kwargs), **elsewhere}
         for key, actor in elsewhere.items():

@@ -5,17 +5,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from .. import messages
 from ..config import MemberConfig
 from ..errors import ConfigurationError, VocabularyError
 from ..members.local import LocalMember
 from .adapters import add_adapter, can_share, with_adapter
-from .finding import source_options
+from .finding import model_class, source_options
 from .placement import check_memory, remaining_memory
 from .quantized import stock_quantization
 from .references import HUB_OPTIONS, Place, name_of
@@ -23,6 +26,8 @@ from .references import HUB_OPTIONS, Place, name_of
 Listed = tuple[MemberConfig, Any, Any, Any, Any]
 """A member with its configuration (None if it is served), dtype, device map and tokenizer, as a user asks for them."""
 
+_PYTHON_TOKENIZERS = {"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer"}
+"""Tokenizers that are SentencePiece models with Python code around them, by the model type that they are the default of."""
 
 _REMEDY = "Set `MemberConfig(tokenizer=...)`, or pass `tokenizers=[...]` with one per member."
 
@@ -48,19 +53,21 @@ def load_models(
     for key, (item, _, dtype, device_map, _) in listed.items():
         alone = _without_adapter(item)
         options: dict[str, Any] = {"name": None, "eos_token_id": [], "chat_template": None, "system_prompt": None}
-        source = dataclasses.replace(alone, tokenizer=None, dtype=None, device_map=None, **options)
+        source = dataclasses.replace(
+            alone, tokenizer=None, tokenizer_kwargs=None, dtype=None, device_map=None, **options
+        )
         shares = can_share(item, hub)
         of_models.setdefault(repr((source, dtype, device_map)) if shares else key, []).append(key)
     max_memory = kwargs.get("max_memory")
     check_memory([listed[keys[0]][:-1] for keys in of_models.values()], max_memory)
     loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
     for keys in of_models.values():
-        item, _, dtype, device_map, _ = listed[keys[0]]
+        item, config, dtype, device_map, _ = listed[keys[0]]
         if max_memory is not None:
             left = remaining_memory(max_memory, [model for model, _ in loaded.values()])
             kwargs = {**kwargs, "max_memory": left}
         is_shared = len(keys) > 1
-        model = _load_model(_without_adapter(item) if is_shared else item, dtype, device_map, kwargs)
+        model = _load_model(_without_adapter(item) if is_shared else item, config, dtype, device_map, kwargs)
         known: dict[Any, PreTrainedTokenizerBase] = {}
         for key in keys:
             item, *_, tokenizer = listed[key]
@@ -70,18 +77,19 @@ def load_models(
 
 
 def load_member(
-    item: MemberConfig, device_map: Any, dtype: Any, tokenizer: Any, kwargs: dict[str, Any]
+    item: MemberConfig, device_map: Any, config: PreTrainedConfig, dtype: Any, tokenizer: Any, kwargs: dict[str, Any]
 ) -> LocalMember:
     """Load a member into this process: the actor's, where that is called.
 
     Args:
         item: The member.
         device_map: Where its weights go; None for nowhere in particular.
+        config: Its model's configuration.
         dtype: Their dtype; None or "auto" for the checkpoint's.
         tokenizer: Its tokenizer, or the id or path of it; None for that beside the model.
         kwargs: Other options of its loading.
     """
-    model = _load_model(item, dtype, device_map, kwargs)
+    model = _load_model(item, config, dtype, device_map, kwargs)
     loaded = load_tokenizer(item, tokenizer, kwargs)
     return LocalMember(model, loaded, item.name, item.eos_token_id, item.chat_template, item.system_prompt)
 
@@ -91,7 +99,9 @@ def _without_adapter(item: MemberConfig) -> MemberConfig:
     return dataclasses.replace(item, adapter=None, adapter_revision=None, adapter_subfolder=None, adapter_commit=None)
 
 
-def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
+def _load_model(
+    item: MemberConfig, config: PreTrainedConfig, dtype: Any, device_map: Any, kwargs: dict[str, Any]
+) -> PreTrainedModel:
     hub = hub_options(kwargs)
     # The stock loader looks for an adapter beside the model, by these options only.
     options = {**source_options(item), **kwargs, "dtype": "auto" if dtype is None else dtype, "adapter_kwargs": hub}
@@ -103,7 +113,7 @@ def _load_model(item: MemberConfig, dtype: Any, device_map: Any, kwargs: dict[st
     errors = (OSError, ValueError, ImportError, AttributeError) if item.quantization_config is None else (Exception,)
     try:
         options.update(stock_quantization(item))
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(item.path), **options)
+        model: PreTrainedModel = model_class(config).from_pretrained(str(item.path), **options)
     except errors as error:
         raise ConfigurationError(f"member {name_of(item)!r} cannot be loaded: {error}") from error
     if item.adapter is not None:
@@ -138,6 +148,7 @@ def load_tokenizer(
         is_beside = item.adapter is not None and beside.file("tokenizer_config.json", hub) is not None
         source, options = (beside.path, beside.options) if is_beside else (item.path, source_options(item))
     known = {} if known is None else known
+    options |= item.tokenizer_kwargs or {}
     key = str(source), repr(options)
     if key not in known:
         known[key] = _read_tokenizer(item, source, {**options, **hub})
@@ -148,12 +159,25 @@ def _read_tokenizer(item: MemberConfig, source: Any, options: dict[str, Any]) ->
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:
+        class_name = _python_class(source, options)
+        if class_name is not None:
+            raise messages.python_tokenizer(name_of(item), class_name) from error
         raise VocabularyError(
             f"member {name_of(item)!r} has no tokenizer that can be loaded: {error} {_REMEDY}"
         ) from error
     if len(tokenizer) == 0:
         raise VocabularyError(f"member {name_of(item)!r} has an empty tokenizer. {_REMEDY}")
     return tokenizer
+
+
+def _python_class(source: Any, options: dict[str, Any]) -> str | None:
+    """The class of a tokenizer that cannot be loaded, if it is one that no member can have."""
+    try:
+        name = get_tokenizer_config(source, **options).get("tokenizer_class")
+        name = name or _PYTHON_TOKENIZERS.get(AutoConfig.from_pretrained(source, **options).model_type)
+    except (OSError, ValueError, TypeError):
+        return None
+    return name if name in _PYTHON_TOKENIZERS.values() else None
 
 
 def hub_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import MemberConfig
 from ..errors import ConfigurationError
 from ..members.member_model import plain_tensors
+from .finding import model_class
 
 _PLANNED = ("auto", "balanced", "balanced_low_0", "sequential")
 """Values of `device_map` that let `accelerate` place a model where there is room."""
@@ -113,7 +114,7 @@ def _size(config: PreTrainedConfig, dtype: Any) -> int | None:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: nn.Module = model_class(config).from_config(config, dtype=dtype)
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 

@@ -167,7 +167,10 @@ def _plan_bundle(ensemble: Any) -> SavePlan:
                 bundled[place] = Bundled(member)
         home, own = places[key]
         adapter = f"./{own}/{ADAPTER_FOLDER}" if has_adapter else None
-        kept = {key: getattr(item, key) for key in ("name", "eos_token_id", "chat_template", "system_prompt")}
+        kept = {
+            key: getattr(item, key)
+            for key in ("name", "tokenizer_kwargs", "eos_token_id", "chat_template", "system_prompt")
+        }
         items.append(MemberConfig(path=f"./{home}", adapter=adapter, **kept))
     return SavePlan(ensemble, _checked_config(ensemble, items), bundled)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import messages
-from .cached_rows import CACHE_MODES, CachedRows
+from .cached_rows import CachedRows
 from .member_model import MemberModel, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,17 @@ NewRows = Callable[[int, str], CachedRows]
 """Makes caches for a number of rows in a cache mode."""
 
 
-def find_cache_mode(member: MemberModel, ids: Sequence[int], new_rows: NewRows) -> tuple[str, bool]:
+def find_cache_mode(
+    member: MemberModel, ids: Sequence[int], new_rows: NewRows, modes: Sequence[str], start: Sequence[int] = ()
+) -> tuple[str, bool]:
     """Find the first cache mode in which a member gives the logits that it gives without a cache.
 
     Args:
         member: The member.
         ids: `NUM_TRIAL_IDS` of its ids, none of which is a control token.
         new_rows: Makes caches.
+        modes: The modes to try, the fastest first.
+        start: Ids that every row begins with, where the member's have to.
 
     Returns:
         The mode, and whether that is final: not so if there was not enough memory to try a better one.
@@ -42,33 +46,40 @@ def find_cache_mode(member: MemberModel, ids: Sequence[int], new_rows: NewRows) 
     Raises:
         MemberError: If the member fails, or gives NaN or infinite logits, without a cache too.
     """
-    texts = [list(ids[:5]), [*ids[:3], *ids[6:]], list(ids[2:])]
+    texts = [[*start, *text] for text in (ids[:5], [*ids[:3], *ids[6:]], ids[2:])]
     is_training = member.model.training
     devices = [member.device] if member.device.type == "cuda" else []
     # What dropout draws must not move the user's generators.
     with torch.no_grad(), torch.random.fork_rng(devices, enabled=is_training):
-        expected = _logits_without_cache(texts, new_rows)
+        expected = _logits_without_cache(texts, new_rows, len(start))
         if not bool(expected.logsumexp(-1).isfinite().all()):
             where = f"before step 1, on {len(ids)} ids that were tried"
             raise messages.not_finite(member.name, member.model.dtype, where)
         tolerance = tolerance_of(member)
-        if is_training and distance_of_logits(_logits_without_cache(texts, new_rows), expected) > tolerance:
+        if (
+            is_training
+            and distance_of_logits(_logits_without_cache(texts, new_rows, len(start)), expected) > tolerance
+        ):
             messages.warn(
                 f"member {member.name!r} is in training mode and draws other logits every time (by dropout), so no cache "
                 "can follow it: its whole context is computed again at every step. Call its `eval()`."
             )
             return "recompute", True
-        return _first_that_works(member, tolerance, expected, texts, new_rows)
+
+        def distance_of(mode: str) -> float:
+            return distance_of_logits(_logits_in_mode(mode, texts, new_rows, len(start)), expected)
+
+        return _first_that_works(member, tolerance, distance_of, modes)
 
 
 def _first_that_works(
-    member: MemberModel, tolerance: float, expected: Tensor, texts: Sequence[list[int]], new_rows: NewRows
+    member: MemberModel, tolerance: float, distance_of: Callable[[str], float], modes: Sequence[str]
 ) -> tuple[str, bool]:
     is_final = True
     member.cache_obstacles.clear()
-    for mode in CACHE_MODES[0 if member.device.type == "cuda" else 1 : -1]:
+    for mode in modes:
         try:
-            distance = distance_of_logits(_logits_in_mode(mode, texts, new_rows), expected)
+            distance = distance_of(mode)
         except Exception as error:
             if is_out_of_memory(error):
                 is_final = False
@@ -114,18 +125,20 @@ def distance_of_logits(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).std(-1) / expected.std(-1).clamp_min(1e-12)).max())
 
 
-def _logits_without_cache(texts: Sequence[list[int]], new_rows: NewRows) -> Tensor:
+def _logits_without_cache(texts: Sequence[list[int]], new_rows: NewRows, num_before: int) -> Tensor:
     """What `_logits_in_mode` has to give, from one forward for each text."""
     logits = new_rows(len(texts), "recompute").forward(texts, [len(ids) for ids in texts])
-    seen = [torch.stack([logits[text, num - 1 - len(texts[text])] for text, num in step]) for step in _STEPS]
+    seen = [
+        torch.stack([logits[text, num_before + num - 1 - len(texts[text])] for text, num in step]) for step in _STEPS
+    ]
     return torch.stack(seen).float()
 
 
-def _logits_in_mode(mode: str, texts: Sequence[list[int]], new_rows: NewRows) -> Tensor:
+def _logits_in_mode(mode: str, texts: Sequence[list[int]], new_rows: NewRows, num_before: int) -> Tensor:
     """Logits of two rows along the steps, of shape `(num_steps, 2, vocab_size)`."""
     rows = new_rows(2, mode)
     seen = []
     for step in _STEPS:
-        logits = rows.forward([texts[text][:num] for text, num in step], [1, 1])
+        logits = rows.forward([texts[text][: num_before + num] for text, num in step], [1, 1])
         seen.append(rows.collect(logits)[:, -1])
     return torch.stack(seen).float()

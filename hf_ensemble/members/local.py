@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,6 +51,8 @@ class LocalMember(MemberModel, Member):
 
     offers = ALL_OFFERS
     kind = "a causal language model of this process"
+    cache_modes: ClassVar[Sequence[str]] = CACHE_MODES
+    """Modes that its cache may have, the fastest first and `recompute` last."""
 
     def __init__(
         self,
@@ -122,8 +124,12 @@ class LocalMember(MemberModel, Member):
         made_for = self.fingerprint()
         mode = self._found_modes.get(made_for)
         if mode is None:
-            ids = self.trial_ids()
-            mode, is_final = find_cache_mode(self, ids, lambda num_rows, mode: self.new_rows(num_rows, mode=mode))
+
+            def new_rows(num_rows: int, mode: str) -> CachedRows:
+                return self.new_rows(num_rows, mode=mode)
+
+            modes = self.cache_modes[1 if self.cache_modes[0] == "static" and self.device.type != "cuda" else 0 : -1]
+            mode, is_final = find_cache_mode(self, self.trial_ids(), new_rows, modes, self._trial_start())
             if is_final:
                 if len(self._found_modes) >= _MAX_MODES:
                     self._found_modes.clear()
@@ -132,9 +138,9 @@ class LocalMember(MemberModel, Member):
 
     @cache_mode.setter
     def cache_mode(self, mode: str) -> None:
-        if mode not in CACHE_MODES:
+        if mode not in self.cache_modes:
             raise ConfigurationError(
-                f"member {self.name!r} has no cache mode {mode!r}. Modes: {', '.join(CACHE_MODES)}."
+                f"member {self.name!r} has no cache mode {mode!r}. Modes: {', '.join(self.cache_modes)}."
             )
         self._given_mode = mode
 
@@ -142,6 +148,10 @@ class LocalMember(MemberModel, Member):
         """Ids that write text, to try out with what its caches can do."""
         text_ids = (self.encoder.token_bytes.kinds == TEXT).nonzero()[0]
         return [int(text_ids[(n * 7919 + 13) % len(text_ids)]) for n in range(NUM_TRIAL_IDS)]
+
+    def _trial_start(self) -> Sequence[int]:
+        """Ids that a text has to begin with where caches are tried."""
+        return ()
 
     @property
     def is_captured(self) -> bool:

@@ -27,11 +27,14 @@ class RowPrompt:
         text: What the primary's ids write.
         own: The member's own plain text in its place; None where it has none.
         conversation: The conversation that the ids stand for; None where they stand for none.
+        is_open: Whether a word that follows takes no space: the text is empty, or ends in white space, or the ids end in a
+            control token.
     """
 
     text: bytes
     own: str | None = None
     conversation: Conversation | None = None
+    is_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,11 @@ class Member(TokenizedMember, ABC):
             needs_whole_rows: Whether somebody reads more than the entries that a method asks for.
         """
         return False
+
+    @property
+    def at_text_start(self) -> "Member | None":
+        """The member as it is where a text begins and a first word takes no space; None for one that is as anywhere."""
+        return None
 
     # What it reads and computes
 

@@ -3,7 +3,7 @@
 import inspect
 import itertools
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from ..errors import ConfigurationError, MemberError
 from .adapted import address_of
 
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
+
+_POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings")
+"""What configurations call a number of positions; the last two where encoder and decoder differ."""
 
 
 class MemberModel:
@@ -33,13 +36,16 @@ class MemberModel:
         ConfigurationError: If the model is no decoder-only causal language model.
     """
 
+    has_encoder: ClassVar[bool] = False
+
     def __init__(self, model: PreTrainedModel, name: str | None = None):
         self.model = model
         self.name = name or last_part(str(getattr(model, "name_or_path", "") or "")) or type(model).__name__
-        if model.config.is_encoder_decoder:
+        if model.config.is_encoder_decoder != self.has_encoder:
+            kinds = ("a decoder-only model", "an encoder-decoder model")
             raise ConfigurationError(
-                f"member {self.name!r} is an encoder-decoder model ({type(model).__name__}), which an ensemble cannot "
-                "hold. Use decoder-only causal language models."
+                f"member {self.name!r} is {kinds[not self.has_encoder]} ({type(model).__name__}), where {kinds[self.has_encoder]} "
+                "has to stand."
             )
         if model.get_output_embeddings() is None:
             raise ConfigurationError(
@@ -71,17 +77,20 @@ class MemberModel:
     @cached_property
     def max_positions(self) -> int | None:
         """How many ids fit the member's learned position embeddings; None where nothing breaks beyond a length."""
-        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if limit is None:
-            return None
+        return self._positions_of(self.model)
+
+    def _positions_of(self, part: torch.nn.Module) -> int | None:
+        """How many learned positions a part of the model has; None for none."""
+        config = self.model.config.get_text_config(decoder=True)
+        limits = {limit for name in _POSITIONS if (limit := getattr(config, name, None)) is not None}
         token_embeddings = {id(self.model.get_input_embeddings()), id(self.model.get_output_embeddings())}
         tables = [
             module.num_embeddings
-            for module in self.model.modules()
+            for module in part.modules()
             if isinstance(module, torch.nn.Embedding) and id(module) not in token_embeddings
         ]
         # OPT and its relatives keep two rows more than they have positions.
-        return limit if {limit, limit + 2} & set(tables) else None
+        return min((limit for limit in limits if {limit, limit + 2} & set(tables)), default=None)
 
     def check_size(self) -> None:
         """Look whether the model still has the vocabulary with which the ensemble was made.

@@ -25,7 +25,7 @@ def _join_rows(parts: Sequence[Tensor], width: int) -> Tensor:
     return torch.cat([torch.nn.functional.pad(part, (0, 0, width - part.shape[-2], 0)) for part in parts])
 
 
-class _RoomyLayer(DynamicLayer):
+class RoomyLayer(DynamicLayer):
     """A layer's cache that has room after its end, so that it grows without being copied."""
 
     num_dropped = 0
@@ -46,7 +46,7 @@ class _RoomyLayer(DynamicLayer):
         """Never write in place again into what others may hold."""
         self._with_room = {}
 
-    def part(self, start: int, stop: int) -> "_RoomyLayer":
+    def part(self, start: int, stop: int) -> "RoomyLayer":
         """A layer of some of the rows, which share this one's tensors for as long as all of them grow together."""
         twin = copy.copy(self)
         if self.keys is not None and self.values is not None:
@@ -67,7 +67,7 @@ class _RoomyLayer(DynamicLayer):
         return room[..., :end, :]
 
 
-class _WindowLayer(_RoomyLayer):
+class _WindowLayer(RoomyLayer):
     """A layer's cache that drops what its window has left behind.
 
     It keeps a margin before the window, and what the last forward added, so that rows can roll back that far. It drops
@@ -121,8 +121,8 @@ class RepackedRows(CachedRows):
         ]
         # One mask serves all window layers, so they drop alike.
         self._window = max(windows, default=0)
-        self.cache.layers = [_WindowLayer(self._window) if window else _RoomyLayer() for window in windows]
-        self.cache.layer_class_to_replicate = _RoomyLayer
+        self.cache.layers = [_WindowLayer(self._window) if window else RoomyLayer() for window in windows]
+        self.cache.layer_class_to_replicate = RoomyLayer
 
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
         """Bring rows to their texts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
@@ -192,7 +192,7 @@ class RepackedRows(CachedRows):
 
     def _filled_layers(self) -> list[Any]:
         layers = [layer for layer in self.cache.layers if getattr(layer, "is_initialized", True)]
-        if any(not isinstance(layer, _RoomyLayer) for layer in layers):
+        if any(not isinstance(layer, RoomyLayer) for layer in layers):
             kinds = sorted({type(layer).__name__ for layer in layers})
             raise MemberError(f"member {self.member.name!r} keeps a cache that cannot be repacked: {kinds}.")
         return layers
@@ -307,7 +307,7 @@ def _joined_cache(parts: Sequence[RepackedRows]) -> tuple[DynamicCache, int]:
     return cache, width
 
 
-def _joined_layer(layers: Sequence[_RoomyLayer], counts: Sequence[int], width: int) -> _RoomyLayer:
+def _joined_layer(layers: Sequence[RoomyLayer], counts: Sequence[int], width: int) -> RoomyLayer:
     filled = next((layer for layer in layers if layer.is_initialized and layer.get_seq_length()), layers[0])
     joined = copy.copy(filled)
     if not (filled.is_initialized and width):
@@ -329,7 +329,7 @@ def _joined_layer(layers: Sequence[_RoomyLayer], counts: Sequence[int], width: i
     return joined
 
 
-def _held(layer: _RoomyLayer, name: str, count: int, like: Tensor) -> Tensor:
+def _held(layer: RoomyLayer, name: str, count: int, like: Tensor) -> Tensor:
     """What a layer holds; no position of `count` rows where it has not been run yet."""
     if layer.is_initialized and layer.get_seq_length():
         held: Tensor = getattr(layer, name)
@@ -337,7 +337,7 @@ def _held(layer: _RoomyLayer, name: str, count: int, like: Tensor) -> Tensor:
     return like.new_zeros(count, like.shape[1], 0, like.shape[-1])
 
 
-def _common_room(layers: Sequence[_RoomyLayer], name: str, counts: Sequence[int], width: int) -> Tensor | None:
+def _common_room(layers: Sequence[RoomyLayer], name: str, counts: Sequence[int], width: int) -> Tensor | None:
     """The tensor that all layers hold their rows of, from its first position on; None where there is none."""
     room = layers[0]._with_room.get(name)
     if room is None or room.shape[0] != sum(counts):

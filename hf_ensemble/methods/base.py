@@ -2,7 +2,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -166,6 +166,9 @@ class TokenMethod(ABC):
         self.average: TokenMethod | None = None
         """What averages the members' whole distributions beside this method; kept once it is made (`Gac.beside`)."""
 
+        self.build_at_start: Callable[[], TokenMethod] | None = None
+        """Makes the same method for where a text begins; None where no member's entries differ there."""
+
     @abstractmethod
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         """Fuse one step.
@@ -202,6 +205,14 @@ class TokenMethod(ABC):
         """Give back memory of what can be made again, when another method is used."""
         self.captured_mixes.clear()
         self.average = None
+        if (at_start := vars(self).get("at_start")) is not None:
+            at_start.forget()
+
+    @cached_property
+    def at_start(self) -> "TokenMethod":
+        """The same for members whose entries have lost a leading space, as they do where a text begins."""
+        assert self.build_at_start is not None
+        return self.build_at_start()
 
     @cached_property
     def first_ids_beyond_primary(self) -> Tensor:

@@ -2,10 +2,12 @@
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import GenerationConfig, StopStringCriteria
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StopStringCriteria
 
 _NUM_KEPT = 8
 """Sets of stop strings that are kept for a tokenizer; the one that was longest not asked for is dropped."""
@@ -41,6 +43,30 @@ def stop_string_criteria(stop_strings: str | list[str], tokenizer: Any) -> StopS
         kept.popitem(last=False)
     # A call moves the tables of its own criterion to its device.
     return copy.copy(found[1])
+
+
+class AfterLostSpace(StoppingCriteria):
+    """Stop strings in texts whose first word loses the space that its tokenizer puts before it: that is none of the text.
+
+    Args:
+        criterion: The criterion of these strings.
+        loses_space: For each prompt whether its text does so. A prompt may have several rows, one after the other.
+        write: The bytes that ids write.
+    """
+
+    def __init__(
+        self, criterion: StopStringCriteria, loses_space: Sequence[bool], write: Callable[[Sequence[int]], bytes]
+    ):
+        self._criterion, self._loses_space, self._write = criterion, loses_space, write
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Say which rows have ended, of shape `(num_rows,)`."""
+        found: Any = self._criterion(input_ids, scores, **kwargs).clone()
+        for row in found.nonzero().flatten().tolist():
+            if self._loses_space[row * len(self._loses_space) // len(found)]:
+                text = self._write(input_ids[row].tolist()).removeprefix(b" ").decode("utf-8", "replace")
+                found[row] = any(string in text for string in self._criterion.stop_strings)
+        return found
 
 
 def without_stop_strings(generation_config: GenerationConfig) -> GenerationConfig:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 from ..decoding.call import Call
 from ..decoding.row_processors import without_padding
@@ -13,6 +13,7 @@ from ..methods.primary_alone import PrimaryAlone
 from ..mixing import log_normalizer
 from .captured_primary import decoder_of_one
 from .stock_loop import FollowingCriteriaList, Hook
+from .stop_strings import AfterLostSpace
 from .tokens import TokenMode
 
 
@@ -27,13 +28,18 @@ class _Watched(PrimaryAlone):
 class WriterMode(TokenMode):
     """A member writes by itself. Rows of one prompt share its forward pass.
 
+    Args:
+        call: The call.
+        loses_space: For each prompt whether the first word of its text loses the space that its tokenizer puts before it.
+
     Attributes:
         log_probs: For each step the log-probability of what was written by the member's own distribution, before any
             option changes it, of shape `(num_rows,)`; none in beam search.
     """
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, loses_space: Sequence[bool] = (False,)):
         super().__init__(call)
+        self.loses_space = loses_space
         self.log_probs: list[Tensor] = []
         self._log_probs_of_step: Tensor | None = None
 
@@ -49,7 +55,8 @@ class WriterMode(TokenMode):
         method = _Watched(call.kept.union, [[]], member.device)
         decoder = self.decoder = decoder_of_one(call, method, prompt_ids, prompt_mask, runs_primary)
         if settings.num_beams > 1:
-            return [Hook(decoder.fuse_beams), *stock]
+            # A beam's score is a sum of log-probabilities.
+            return [Hook(lambda ids, scores: decoder.fuse_beams(ids, scores).log_softmax(-1)), *stock]
 
         def begin(_: Tensor, scores: Tensor) -> Tensor:
             logits = decoder.fuse(scores, add_level=False)
@@ -65,6 +72,12 @@ class WriterMode(TokenMode):
 
     def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
         """Let the decoder follow what is written, and keep how likely that was."""
+        if any(self.loses_space):
+            write = self.call.members[0].encoder.token_bytes.write
+            stock = StoppingCriteriaList(
+                AfterLostSpace(one, self.loses_space, write) if isinstance(one, StopStringCriteria) else one
+                for one in stock
+            )
         if self.decoder is None or self.call.settings.num_beams > 1:
             return stock
 

@@ -21,13 +21,13 @@ from ..config import MethodConfig
 from ..decoding.call import Call, end_ids
 from ..decoding.draws import Draws, seed_of
 from ..decoding.parts import in_parts
-from ..decoding.prompts import Prompts
+from ..decoding.prompts import OwnPrompts, Prompts
 from ..errors import ConfigurationError
 from ..members.member import Member
 from ..members.state import padded_left
 from ..recording.names import names_of
 from .registry import mode_of
-from .stop_strings import stop_string_criteria
+from .stop_strings import AfterLostSpace, stop_string_criteria
 from .writer import WriterMode
 
 _Item = TypeVar("_Item")
@@ -167,9 +167,13 @@ class Writing:
             ids, mask = padded_left(
                 [contexts[prompts.prompt_of_row[row]].ids for row, _ in some], member.tokenizer.pad_token_id or 0
             )
-            call = alone.new_call()
+            call = alone.new_call(is_writer=True)
+            if not member.runs_in_loop:
+                call.own_prompts = OwnPrompts([member], num_rows=len(some))
+                call.own_prompts.starts = [contexts[prompts.prompt_of_row[row]].ids[0] for row, _ in some]
             call.draws = self._draws(index, member.name, some)
-            return self._run(WriterMode(call), alone, ids, mask, settings, some)
+            loses_space = [contexts[prompts.prompt_of_row[row]].loses_space for row, _ in some]
+            return self._run(WriterMode(call, loses_space), alone, ids, mask, settings, some, loses_space)
 
         written = in_parts(items, write)
         return [(row, replace(one, writer=index, name=self._names[index])) for row, one in written]
@@ -201,7 +205,7 @@ class Writing:
         """A member as an ensemble of one, whose generation config says nothing."""
         kept = self._call.kept.alone
         if index not in kept:
-            kept[index] = self._ensemble.alone(index)
+            kept[index] = self._ensemble.writer(index)
             kept[index].generation_config = GenerationConfig()
         return kept[index]
 
@@ -249,7 +253,7 @@ class Writing:
             mask = None if asked.mask is None else asked.mask[list(rows)]
             settings = self._own_settings()
             twin.settings = settings
-            return self._run(mode, self._ensemble, ids, mask, settings, items)
+            return self._run(mode, self._ensemble, ids, mask, settings, items, [False] * len(items))
 
         return [(row, replace(one, name=method.name)) for row, one in in_parts(range(self._num_rows), write)]
 
@@ -279,6 +283,7 @@ class Writing:
         mask: Tensor | None,
         settings: Any,
         items: Sequence[tuple[int, int]],
+        loses_space: Sequence[bool],
     ) -> list[tuple[int, Written]]:
         """Let a mode write to rows, and read what it has written.
 
@@ -289,6 +294,7 @@ class Writing:
             mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
             settings: The options.
             items: For each row its number in the call, and which of the writer's answers it is.
+            loses_space: For each row whether the first word of what is written loses its space.
         """
         writer = mode.call.members[0]
         is_primary = writer is self._call.members[0]
@@ -303,12 +309,14 @@ class Writing:
             tokenizer=writer.tokenizer,
             **arguments,
         )
-        found = list(_read_answers(writer, output, ids.shape[1], settings, mode.call.ends, arguments))
+        found = list(_read_answers(writer, output, ids.shape[1], settings, mode.call.ends, arguments, loses_space))
         log_probs = _summed(getattr(mode, "log_probs", []), [len(new) for new, _ in found])
         seconds = (time.perf_counter() - began) / len(items)
+        texts = [writer.encoder.token_bytes.write(new) for new, _ in found]
+        texts = [text.removeprefix(b" ") if loses else text for text, loses in zip(texts, loses_space, strict=True)]
         return [
-            (row, Written(None, "", number, new, writer.encoder.token_bytes.write(new), end, log_prob, seconds))
-            for (row, number), (new, end), log_prob in zip(items, found, log_probs, strict=True)
+            (row, Written(None, "", number, new, text, end, log_prob, seconds))
+            for (row, number), (new, end), text, log_prob in zip(items, found, texts, log_probs, strict=True)
         ]
 
 
@@ -345,6 +353,7 @@ def _read_answers(
     settings: Any,
     ends: Sequence[Tensor],
     arguments: dict[str, Any],
+    loses_space: Sequence[bool],
 ) -> Iterator[tuple[tuple[int, ...], Literal["eos", "text"] | None]]:
     """Read what was written, without what fills rows that ended before others.
 
@@ -355,22 +364,21 @@ def _read_answers(
         settings: The options.
         ends: For each step which rows the criteria had ended, of shape `(num_rows,)`. Not read of a beam search.
         arguments: Processors and criteria of the call.
+        loses_space: For each row whether its first word loses a space.
 
     Yields:
         For each row the new ids, and what ended it: see `Written`.
     """
     ends_text = set(member.ids_with_row(end_ids(settings)))
-    stop = None
+    stops: Any = [None] * len(output)
     if settings.stop_strings is not None:
         stop = stop_string_criteria(settings.stop_strings, member.tokenizer)
-
-    def is_stopped(row: Tensor) -> bool:
-        return stop is not None and bool(stop(row[None], None).any())
+        stops = [AfterLostSpace(stop, [loses], member.encoder.token_bytes.write) for loses in loses_space]
 
     # What else than a criterion of the user's may have ended a row before its length.
     is_early = bool(arguments.get("stopping_criteria")) and settings.max_time is None
     done = torch.stack(list(ends)).T.tolist() if ends and settings.num_beams == 1 else [[]] * len(output)
-    for row, done_at in zip(output, done, strict=True):
+    for row, done_at, stop in zip(output, done, stops, strict=True):
         new = row[prompt_length:].tolist()
         if settings.num_beams == 1:
             length = done_at.index(True) + 1 if True in done_at else len(new)
@@ -380,12 +388,14 @@ def _read_answers(
             if length is None:
                 length = len(new) - _num_padding(member, new, settings.pad_token_id)
             steps = range(1, length) if stop is not None else ()
-            length = next((n for n in steps if is_stopped(row[: prompt_length + n])), length)
+            length = next((n for n in steps if stop(row[None, : prompt_length + n], None)), length)
         new = new[:length]
         end: Literal["eos", "text"] | None = None
         if new and new[-1] in ends_text:
             end = "eos" if member.is_control(new[-1]) else "text"
-        elif is_stopped(row[: prompt_length + length]) or (is_early and length < settings.max_new_tokens):
+        elif (stop is not None and stop(row[None, : prompt_length + length], None)) or (
+            is_early and length < settings.max_new_tokens
+        ):
             end = "text"
         yield tuple(new), end
 

@@ -49,11 +49,13 @@ class Batch:
         pairs: Prompts and continuations in the primary's ids, none of them empty.
         numbers: The number of each among all pairs of the call.
         weights: Their mixing weights.
+        own_prompts: What members read in place of their prompts.
     """
 
     pairs: list[Pair]
     numbers: list[int]
     weights: StepWeights
+    own_prompts: OwnPrompts
 
     @property
     def names(self) -> list[str]:
@@ -66,13 +68,18 @@ Found = list[tuple[float, bool]]
 
 
 def score_pairs(
-    pairs: Sequence[Pair], weights: StepWeights, batch_size: int, score: Callable[[Batch], Found]
+    pairs: Sequence[Pair],
+    weights: StepWeights,
+    own_prompts: OwnPrompts,
+    batch_size: int,
+    score: Callable[[Batch], Found],
 ) -> Likelihoods:
     """Score continuations, batch by batch.
 
     Args:
         pairs: Prompts and continuations in the primary's ids.
         weights: Mixing weights: one list for all pairs, one for each, or a function of a batch's step and ids.
+        own_prompts: What members read in place of the prompts.
         batch_size: Number of pairs that run together.
         score: Scores a batch: `score_alone`, `score_by_spans` or `TokenBatch.score`.
 
@@ -90,7 +97,8 @@ def score_pairs(
     log_probs, is_greedy = [0.0] * len(pairs), [True] * len(pairs)
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
-        found = score(Batch([pairs[n] for n in numbers], numbers, weights.of_prompts(numbers)))
+        some = [pairs[n] for n in numbers]
+        found = score(Batch(some, numbers, weights.of_prompts(numbers), own_prompts.of_rows(numbers)))
         for n, (log_prob, greedy) in zip(numbers, found, strict=True):
             log_probs[n], is_greedy[n] = log_prob, greedy
     totals = torch.tensor(log_probs, dtype=torch.float64)
@@ -126,7 +134,7 @@ def score_by_spans(members: Sequence[Member], batch: Batch) -> Found:
         MemberError: If a member fails or gives NaN, or none can write a continuation.
     """
     ids, mask = padded_left([pair.prompt for pair in batch.pairs])
-    prompts = read_prompts(members, batch.weights.participants, "append", ids, mask, OwnPrompts(members))
+    prompts = read_prompts(members, batch.weights.participants, "append", ids, mask, batch.own_prompts)
     scores = score_by_member(members, own_pairs(members, prompts, batch.pairs), batch.names)
     found = []
     for row, name in enumerate(batch.names):

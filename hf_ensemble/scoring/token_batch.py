@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import messages
 from ..decoding.call import Call
-from ..decoding.prompts import OwnPrompts, Prompts, read_prompts
+from ..decoding.prompts import Prompts, read_prompts
 from ..decoding.step import FusedStep
 from ..decoding.step_weights import StepWeights
 from ..decoding.teacher_forcing import ForcedMember, ForcedText, advance_by_blocks
@@ -46,7 +46,7 @@ class TokenBatch:
         always = {0} if method.starts_from_primary else set()
         always |= set() if gate is None else {gate[0]}
         running = batch.weights.participants | always
-        prompts = read_prompts(members, running, method.resync, ids, mask, OwnPrompts(members))
+        prompts = read_prompts(members, running, method.resync, ids, mask, batch.own_prompts)
         self._texts = {index: self._texts_of(index, prompts, index in always) for index in sorted(running)}
         if 0 not in running and any(any(text.sits_out) for rows in self._texts.values() for text in rows.values()):
             # Where nobody else can, the primary goes on.
@@ -129,6 +129,11 @@ class TokenBatch:
             index: [n for n, (row, step) in enumerate(self._steps) if row in texts and texts[row].sits_out[step]]
             for index, texts in self._texts.items()
         }
+
+    def losing_space(self) -> list[int]:
+        """The positions at which a text begins, where entries of some members have lost a leading space."""
+        texts = [[rows[row] for rows in self._texts.values() if row in rows] for row in range(len(self._pairs))]
+        return [n for n, (row, step) in enumerate(self._steps) if any(text.loses_space[step] for text in texts[row])]
 
     def normalizers(self) -> dict[int, Tensor | None]:
         """None: whole rows are read."""

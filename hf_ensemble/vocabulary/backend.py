@@ -52,7 +52,20 @@ def bare_view(backend: Tokenizer) -> Tokenizer:
 
 def prefix_ids(view: Tokenizer, backend: Tokenizer) -> list[int]:
     """The ids that a tokenizer puts in front of a text (its BOS rule), found with a view of it, which is changed."""
+    ids, is_framing = _framed(view, backend)
+    first_text = is_framing.index(0) if 0 in is_framing else 0
+    return ids[:first_text]
+
+
+def suffix_ids(view: Tokenizer, backend: Tokenizer) -> list[int]:
+    """The ids that a tokenizer puts behind a text, found likewise."""
+    ids, is_framing = _framed(view, backend)
+    num_behind = is_framing[::-1].index(0) if 0 in is_framing else 0
+    return ids[len(ids) - num_behind :]
+
+
+def _framed(view: Tokenizer, backend: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids of a text in its frame, and 1 for those of the frame."""
     view.post_processor = backend.post_processor
     encoded = view.encode("a", add_special_tokens=True)
-    first_text = encoded.special_tokens_mask.index(0) if 0 in encoded.special_tokens_mask else 0
-    return list(encoded.ids[:first_text])
+    return list(encoded.ids), list(encoded.special_tokens_mask)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from typing_extensions import Self
+
 from .encoding import ByteEncoder, split_begun_character
 from .token_bytes import CONTROL
 
@@ -54,6 +56,11 @@ class MemberContext:
             self.ids += self._encode(text, start=True)
             self._append(begun)
 
+    @property
+    def loses_space(self) -> bool:
+        """Whether the member's entries count without their leading space just now."""
+        return False
+
     @classmethod
     def of_ids(cls, encoder: ByteEncoder, ids: Sequence[int], resync: Resync = "append") -> "MemberContext":
         """Make a context whose prompt is given as the member's own ids, such as those that render a conversation."""
@@ -85,9 +92,9 @@ class MemberContext:
         num_same = self._retokenize_end(text)
         return self._retokenize() if num_same is None else num_same
 
-    def copy(self) -> "MemberContext":
+    def copy(self) -> Self:
         """Return an independent context with the same text (for a beam that branches off)."""
-        twin = object.__new__(MemberContext)
+        twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.ids = list(self.ids)
         return twin

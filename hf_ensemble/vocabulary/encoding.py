@@ -57,6 +57,16 @@ class ByteEncoder:
         """The control tokens that the tokenizer puts in front of a text (its BOS rule), if the model has them."""
         return [i for i in self._views.prefix_ids if i < self.token_bytes.num_ids]
 
+    @cached_property
+    def suffix_ids(self) -> list[int]:
+        """The control tokens that the tokenizer puts behind a text, if the model has them."""
+        return [i for i in self._views.suffix_ids if i < self.token_bytes.num_ids]
+
+    @property
+    def inserts_space(self) -> bool:
+        """Whether the tokenizer puts a space before the first word of a text."""
+        return self._views.inserts_space
+
     @property
     def start_ids(self) -> list[int]:
         """What a text without any token starts from: the BOS rule, else the BOS or EOS token; empty if neither."""

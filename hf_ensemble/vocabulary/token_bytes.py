@@ -1,5 +1,6 @@
 """What every id of a tokenizer writes, as bytes."""
 
+import copy
 import itertools
 import re
 import sys
@@ -107,6 +108,21 @@ class TokenBytes:
         self._take(arrays)
         self._check_against_decoder()
         return arrays
+
+    def with_entries(self, entries: Sequence[bytes], kind: str) -> "TokenBytes":
+        """The same ids, which write something else.
+
+        Args:
+            entries: What each id writes; nothing and something as before.
+            kind: Why, for the store.
+        """
+        twin = copy.copy(self)
+        twin.__dict__.pop("entries", None)
+        twin.fingerprint = self.fingerprint and store_key(kind, self.fingerprint)
+        lengths = np.fromiter(map(len, entries), dtype=np.int64, count=len(entries))
+        twin._bounds = np.concatenate([[0], np.cumsum(lengths)])
+        twin._blob = b"".join(entries)
+        return twin
 
     @cached_property
     def entries(self) -> list[bytes]:

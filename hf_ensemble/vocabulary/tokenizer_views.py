@@ -10,13 +10,18 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
-from .backend import component_state, flatten_component, prefix_ids
+from .backend import component_state, flatten_component, prefix_ids, suffix_ids
 from .token_bytes import NO_TOKEN, TokenBytes
 
 SEPARATOR = "\U000fffff"
 _CHUNK = 256
 _TEXT_KEEPING_NORMALIZERS = {"NFC", "NFKC", "NFD", "NFKD", "Lowercase", "Prepend", "Nmt"}
 """Normalizers that look at no more than a character and its combining marks, so that a space cuts their input."""
+_WHITE_SPACE_AS_BETWEEN_WORDS = [
+    {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+    for pattern, content in ((r"\s+", " "), (r"\s$", ""))
+]
+"""Normalizers after which white space stands where a tokenizer that drops it puts a space of its own."""
 
 
 class TokenizerView:
@@ -106,6 +111,16 @@ class TokenizerViews:
         return prefix_ids(self._view(normalize=True).tokenizer, self._backend)
 
     @property
+    def suffix_ids(self) -> list[int]:
+        """The ids that the tokenizer puts behind a text."""
+        return suffix_ids(self._view(normalize=True).tokenizer, self._backend)
+
+    @property
+    def inserts_space(self) -> bool:
+        """Whether the tokenizer inserts a space at the start of a text."""
+        return bool(self._start_space)
+
+    @property
     def space_cuts(self) -> bool:
         """Whether nothing but an entry of the vocabulary can reach across a space."""
         keeps = (part["type"] in _TEXT_KEEPING_NORMALIZERS or _is_space_sign(part) for part in self._normalizers)
@@ -128,8 +143,13 @@ class TokenizerViews:
         kept = [
             part for part in self._normalizers if _is_space_sign(part) or (part["type"] != "Prepend" and normalize)
         ]
-        view.normalizer = _from_state(normalizers.Sequence([]), {"type": "Sequence", "normalizers": kept})
         parts = [_without_prefix_space(part) for part in self._pre_tokenizers]
+        kinds = [part["type"] for part in parts]
+        if "WhitespaceSplit" in kinds and "Metaspace" in kinds:
+            # It cuts white space out, and the other puts one space before each word: a space that is there is that one.
+            parts.pop(kinds.index("WhitespaceSplit"))
+            kept += _WHITE_SPACE_AS_BETWEEN_WORDS if normalize else []
+        view.normalizer = _from_state(normalizers.Sequence([]), {"type": "Sequence", "normalizers": kept})
         view.pre_tokenizer = _from_state(pre_tokenizers.Sequence([]), {"type": "Sequence", "pretokenizers": parts})
         num_ids = int((self._kinds != NO_TOKEN).nonzero()[0].max(initial=-1)) + 1
         num_holes = max(0, num_ids - self._backend.get_vocab_size(with_added_tokens=True))

@@ -1,5 +1,6 @@
 """The union vocabulary: every entry that any member can write, matched by bytes."""
 
+import copy
 import itertools
 from collections.abc import Sequence
 
@@ -42,6 +43,7 @@ class UnionVocabulary:
         if not encoders:
             raise VocabularyError("a union vocabulary needs at least one tokenizer: got 0.")
         self.encoders = list(encoders)
+        self._entries_of = [encoder.token_bytes for encoder in encoders]
         self.primary_size = encoders[0].token_bytes.num_ids
         fingerprints = [encoder.token_bytes.fingerprint for encoder in encoders]
         arrays = load_or_build(store_key("union", fingerprints) if cache and all(fingerprints) else None, self._build)
@@ -67,6 +69,20 @@ class UnionVocabulary:
         """
         return cls([ByteEncoder(t, TokenBytes(t, cache=cache)) for t in tokenizers], cache=cache)
 
+    def of_members(self, indices: Sequence[int]) -> "UnionVocabulary":
+        """The same entries under the same numbers, for some of the members.
+
+        Args:
+            indices: Their numbers; the first is that of the primary.
+        """
+        twin = copy.copy(self)
+        for name in ("encoders", "member_to_union", "union_to_member", "union_to_first"):
+            setattr(twin, name, [getattr(self, name)[index] for index in indices])
+        twin._continuation_bounds = [self._continuation_bounds[index] for index in indices]
+        twin._continuation_ids = [self._continuation_ids[index] for index in indices]
+        twin.num_shared = int(np.logical_and.reduce([ids >= 0 for ids in twin.union_to_member]).sum())
+        return twin
+
     def __len__(self) -> int:
         """Number of union ids, the primary's ids without a token included."""
         return len(self.union_to_member[0])
@@ -74,7 +90,7 @@ class UnionVocabulary:
     def entry(self, union_id: int) -> bytes:
         """The bytes that a union entry writes; empty for control tokens and ids without a token."""
         member, member_id = self._source[:, union_id].tolist()
-        entry: bytes = self.encoders[member].token_bytes.entry(member_id)
+        entry: bytes = self._entries_of[member].entry(member_id)
         return entry
 
     def continuation(self, union_id: int, member: int) -> list[int] | None:

@@ -165,9 +165,9 @@ def test_all_writers_share_the_time(monkeypatch):
     seen = []
     run = Writing._run
 
-    def noted(self, mode, ensemble, ids, mask, settings, items):
+    def noted(self, mode, ensemble, ids, mask, settings, *others):
         seen.append(settings.max_time)
-        return run(self, mode, ensemble, ids, mask, settings, items)
+        return run(self, mode, ensemble, ids, mask, settings, *others)
 
     monkeypatch.setattr(Writing, "_run", noted)
     call(method=VoteConfig(methods=("gac",)), max_time=50.0)

@@ -1,5 +1,6 @@
 """One member in the rounds of a call: it writes spans, reads those of others, and says how likely they are."""
 
+import dataclasses
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -181,6 +182,9 @@ class Participant(MemberState):
                 )
             ids = written[place][:length]
             span = self._span(rows[place], ids)
+            if contexts[place].loses_space:
+                # Its tokenizer's space before a first word.
+                span = dataclasses.replace(span, data=span.data.removeprefix(b" ") or span.data)
             proposals.append(Proposal(span, ids, own, eos, list(map(int, best_eos)), first_log_probs[place]))
         return proposals
 

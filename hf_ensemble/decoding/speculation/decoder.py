@@ -186,6 +186,15 @@ class SpeculativeDecoder:
             for index in self.states
         }
 
+    def losing_space(self) -> list[int]:
+        """The positions at which a text begins, where entries of some members have lost a leading space."""
+        texts = [contexts for row in self._live for contexts in row.contexts]
+        return [
+            position
+            for position, contexts in enumerate(texts)
+            if any(context.loses_space for context in contexts.values())
+        ]
+
     def normalizers(self) -> Mapping[int, Tensor | None]:
         """None: whole rows are read."""
         return {}

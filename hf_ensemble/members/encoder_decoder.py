@@ -1,0 +1,165 @@
+"""An encoder-decoder model of this process, such as a translation model, as a member beside others."""
+
+import copy
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import messages
+from ..errors import ConfigurationError
+from ..offers import Offer
+from ..vocabulary.context import Resync
+from ..vocabulary.target_context import TargetContext
+from ..vocabulary.text_start import TextStartEncoder
+from ..vocabulary.token_bytes import TEXT
+from .aligned_cache import AlignedRows
+from .encoder_decoder_model import EncoderDecoderModel
+from .local import LocalMember
+from .member import Member, RowPrompt
+from .source import SourceStart
+
+
+def languages_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """The languages that a tokenizer is set to, by the options that set them; empty where it has none."""
+    found = {key: getattr(tokenizer, key, None) for key in ("src_lang", "tgt_lang")}
+    return {key: language for key, language in found.items() if isinstance(language, str)}
+
+
+class EncoderDecoderMember(EncoderDecoderModel, LocalMember):
+    """An encoder-decoder model of this process with its tokenizer: an assistant beside causal language models.
+
+    Its encoder reads a source, once a row: the row's own plain text (`member_prompts`), else the last user turn, else the
+    prompt. Its decoder reads nothing but what is written.
+
+    Args:
+        model: A sequence-to-sequence language model.
+        tokenizer: Its fast tokenizer, with the languages set where it has some.
+        name: Name used in errors. Default: the last part of the model's `name_or_path`, else its class.
+        extra_eos_token_ids: Ids that end a text besides those of its generation config.
+        chat_template: Refused: of a conversation it reads the last user turn.
+        system_prompt: Refused likewise.
+
+    Raises:
+        ConfigurationError: If the model cannot be run so, or the tokenizer's target language is not set.
+        VocabularyError: If the tokenizer cannot be understood.
+    """
+
+    offers = frozenset({Offer.ROWS, Offer.ENTRIES, Offer.EMBEDDINGS, Offer.SPANS, Offer.ANSWERS, Offer.LIKELIHOODS})
+    kind = "an encoder-decoder model of this process"
+    runs_in_loop = False
+
+    cache_modes = ("aligned", "recompute")
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str | None = None,
+        extra_eos_token_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+        system_prompt: str | None = None,
+    ):
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            EncoderDecoderModel.__init__(self, model, name)
+            raise messages.python_tokenizer(self.name, type(tokenizer).__name__)
+        super().__init__(model, tokenizer, name, extra_eos_token_ids)
+        for option, value in (("chat_template", chat_template), ("system_prompt", system_prompt)):
+            if value is not None:
+                raise ConfigurationError(
+                    f"member {self.name!r} is {self.kind}, which reads the last user turn of a conversation and no `{option}`. "
+                    "Leave it out."
+                )
+        self._start_ids = self._first_ids()
+
+    def _decoder_start(self) -> int:
+        found: list[Any] = [
+            getattr(one, "decoder_start_token_id", None) for one in (self.generation_config, self.model.config)
+        ]
+        found += [getattr(one, "bos_token_id", None) for one in (self.generation_config, self.model.config)]
+        first: Any = next((i for i in found if i is not None), None)
+        if first is None:
+            raise ConfigurationError(
+                f"member {self.name!r} does not say which id its decoder starts from. Set `decoder_start_token_id` in its "
+                "generation config."
+            )
+        return int(first[0] if isinstance(first, (list, tuple)) else first)
+
+    def _first_ids(self) -> list[int]:
+        """What every text starts from: the decoder's start, then its language or what the generation config forces."""
+        start, language = self._decoder_start(), self._language_id()
+        if language is None:
+            forced = getattr(self.generation_config, "forced_bos_token_id", None)
+            return [start] if forced is None else [start, int(forced)]
+        # Some models (mBART) start from the language itself.
+        return [language] if start in self._language_ids() else [start, language]
+
+    def _language_ids(self) -> set[int]:
+        """Control tokens that have no role but that of a language or the like."""
+        tokenizer = self.tokenizer
+        roles = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id")
+        return set(tokenizer.all_special_ids) - {getattr(tokenizer, role, None) for role in roles}
+
+    def _language_id(self) -> int | None:
+        """The token of the language that is written; None for a tokenizer without languages."""
+        if not hasattr(self.tokenizer, "tgt_lang"):
+            return None
+        language = self.tokenizer.tgt_lang
+        if language is None:
+            raise ConfigurationError(
+                f"member {self.name!r} writes in one of several languages, but nobody says which: load it with "
+                '`MemberConfig(tokenizer_kwargs={"src_lang": ..., "tgt_lang": ...})`, or set `tgt_lang` of its tokenizer.'
+            )
+        found: Any = self.tokenizer.convert_tokens_to_ids(language)
+        if found is None or found == self.tokenizer.unk_token_id:
+            raise ConfigurationError(f"member {self.name!r} knows no language {language!r} (`tgt_lang`).")
+        return int(found)
+
+    def input_embeddings(self) -> Any:
+        """The module whose `weight` holds the decoder's input embeddings."""
+        return self.model.get_decoder().get_input_embeddings()
+
+    def read(self, prompt: RowPrompt, resync: Resync) -> TargetContext:
+        """Take the source out of a prompt, and start a text from it; see `Member.read`.
+
+        Raises:
+            ConfigurationError: If the source is longer than the encoder has learned positions for.
+        """
+        text = self._source_text(prompt)
+        source = [*self.encoder.prefix_ids, *self.encoder.encode_context(text, start=True), *self.encoder.suffix_ids]
+        if self.max_source_positions is not None and len(source) > self.max_source_positions:
+            raise messages.too_long(
+                self.name,
+                self.max_source_positions,
+                "the source takes",
+                len(source),
+                "Give it less as `member_prompts`",
+            )
+        start, *forced = self._start_ids
+        return TargetContext(self.encoder, resync, [SourceStart(start, source), *forced], prompt.is_open)
+
+    def _source_text(self, prompt: RowPrompt) -> str:
+        said = prompt.own
+        if said is None and prompt.conversation is not None:
+            turns = prompt.conversation.with_joined_parts().messages
+            said = next((turn.get("content") for turn in reversed(turns) if turn["role"] == "user"), None)
+        data = prompt.text if said is None else said.encode("utf-8", "replace")
+        return data.decode("utf-8", "replace")
+
+    @cached_property
+    def at_text_start(self) -> Member | None:
+        """The member whose entries have lost a leading space; None where its tokenizer puts none before a first word."""
+        if not self.encoder.inserts_space:
+            return None
+        twin = copy.copy(self)
+        twin.encoder = TextStartEncoder(self.encoder)
+        return twin
+
+    def new_rows(self, num_rows: int, num_expected: int = 0, mode: str | None = None) -> AlignedRows:
+        """Make caches for the rows of a call; see `Member.new_rows`."""
+        return AlignedRows(self, num_rows, mode or self.cache_mode)
+
+    def _trial_start(self) -> Sequence[int]:
+        ids = (self.encoder.token_bytes.kinds == TEXT).nonzero()[0][:5].tolist()
+        return [SourceStart(self._start_ids[0], ids), *self._start_ids[1:]]

@@ -1,0 +1,45 @@
+"""The generation options of one call: the user's, beside what the method sets itself."""
+
+import copy
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ..decoding.call import Call
+
+_OF_THE_PROMPT = ("input_ids", "attention_mask", "token_type_ids", "tokenizer")
+"""Keyword arguments of `generate` that say what the prompt is, or are none of the primary's."""
+
+
+def take_options(model: Any, call: Call, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
+    """Let a call know its generation options, and what was passed in for the primary beside its prompt.
+
+    Args:
+        model: The ensemble.
+        call: The call.
+        generation_config: What `generate` was given.
+        kwargs: Its other arguments.
+    """
+    given = {key: value for key, value in kwargs.items() if value is not None}
+    own, num_returned = call.config.generate_options_beside(generation_config), None
+    if call.config.decides == "answers":
+        # Several answers may be returned of which each writer has written one, greedily.
+        asked = [given.pop("num_return_sequences", None), getattr(generation_config, "num_return_sequences", None)]
+        asked += [own.get("num_return_sequences"), model.generation_config.num_return_sequences]
+        num_returned = next((count for count in asked if count is not None), 1)
+        own["num_return_sequences"] = 1
+        if generation_config is None and model.generation_config.num_return_sequences not in (None, 1):
+            # Or the ensemble's own would be checked first.
+            generation_config = GenerationConfig()
+    if generation_config is None:
+        given = own | given
+    elif own:
+        # Beside a configuration `transformers` wants no options.
+        generation_config = copy.deepcopy(generation_config)
+        unknown = generation_config.update(**own)
+        # They are refused as any other's.
+        given = unknown | given
+    call.settings, others = model._prepare_generation_config(generation_config, **given)
+    if num_returned is not None:
+        call.settings.num_return_sequences = num_returned
+    call.primary_inputs = frozenset(others).difference(_OF_THE_PROMPT)
