@@ -80,6 +80,11 @@ class OwnPrompts:
         """The number of the prompt of each row, of shape `(num_rows,)`: a prompt may have several, one after the other."""
         return torch.arange(num_rows) * len(self.texts) // num_rows
 
+    def shared_by_rows(self, num_rows: int) -> Tensor:
+        """Which rows have one prompt, of shape `(num_rows, num_rows)`: those of equal ids may differ in what members read."""
+        numbers = self.numbers_of(num_rows)
+        return numbers[:, None] == numbers
+
     def of_rows(self, rows: Sequence[int]) -> "OwnPrompts":
         """Those of some of the prompts."""
         twin = copy.copy(self)

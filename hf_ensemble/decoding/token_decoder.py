@@ -409,9 +409,7 @@ class TokenDecoder:
             return False
         same = (input_ids[:, None, :-1] == before.to(input_ids.device)[None]).all(-1)  # (B, B)
         if self.call.own_prompts is not None:
-            # Rows of equal ids may differ in what members read in their place.
-            prompts = self.call.own_prompts.numbers_of(len(before)).to(same.device)
-            same &= prompts[:, None] == prompts
+            same &= self.call.own_prompts.shared_by_rows(len(before)).to(same.device)
         host = torch.stack(
             [same.any(-1).long(), same.long().argmax(-1), same.diagonal().long(), input_ids[:, -1]]
         ).tolist()
