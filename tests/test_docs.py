@@ -12,6 +12,7 @@ import hf_ensemble
 from hf_ensemble.cli import main
 from hf_ensemble.config import METHODS
 from tests import tiny
+from tests.tiny_encoder_decoders import nllb_like, tiny_nllb
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -41,9 +42,13 @@ WITH_CODE = [
 
 
 @pytest.fixture
-def members_in_the_working_folder(tmp_path, monkeypatch):
+def members_in_the_working_folder(tmp_path, monkeypatch, page):
     monkeypatch.chdir(tmp_path)
     tiny.save_pair(tmp_path, "model-a", "model-b")
+    if page.name == "specialists.md":
+        tokenizer = nllb_like(tgt_lang=None)
+        tiny_nllb(tokenizer).save_pretrained(tmp_path / "translator")
+        tokenizer.save_pretrained(tmp_path / "translator")
     examples = [json.dumps({"prompt": f"{n} and 1 make", "reference": str(n + 1)}) for n in range(20)]
     (tmp_path / "dev.jsonl").write_text("\n".join(examples), "utf-8")
     with mock.patch.dict(METHODS):  # a page adds a method
