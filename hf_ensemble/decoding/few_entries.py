@@ -1,5 +1,6 @@
 """The entries of a step of members that send few of them: the best, and those that are asked for after these are known."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -60,13 +61,16 @@ class FewEntries:
         known = best.normalizers
         self.normalizers[member] = None if known is None else _at_rows(known, rows, self._num_rows, 0)
 
-    def read(self, found: Sequence[Tensor | None], needed: Tensor, live: Sequence[int]) -> list[Tensor | None]:
+    def read(
+        self, found: Sequence[Tensor | None], needed: Tensor, live: Sequence[int], starts: Sequence[int]
+    ) -> list[Tensor | None]:
         """All members' rows, once these members have been asked for what others propose, and for what is wanted.
 
         Args:
             found: Those of the other members.
             needed: Which member takes part in which row, of shape `(num_rows, num_members)`, on the CPU.
             live: Rows that still write.
+            starts: Those of them in which a text begins, where entries of some members have lost a leading space.
         """
         found = list(found)
         for member, entries in self._entries.items():
@@ -74,6 +78,10 @@ class FewEntries:
         if not self._entries:
             return found
         asked = self._method.asked(found, needed, self._contenders)
+        if starts:
+            at_start = self._method.at_start.asked(found, needed, self._contenders)
+            for member, row in itertools.product(self._entries, starts):
+                asked[member][row] = at_start[member][row]
         ids = {
             member: {row: [*asked[member][row], *of_rows.get(row, ())] for row in live}
             for member, of_rows in self._ids_of(self._wanted).items()

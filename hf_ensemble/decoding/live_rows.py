@@ -143,7 +143,8 @@ class LiveRows:
         for index, places in places_of.items():
             if places and index in self._sparse:
                 self._few.take(index, [self.live[place] for place in places])
-        return self._few.read(found, needed, self.live)
+        starts = [] if self._method.build_at_start is None else self.losing_space()
+        return self._few.read(found, needed, self.live, starts)
 
     def normalizers(self) -> dict[int, Tensor | None]:
         """The normalizers of members of which few entries travel."""

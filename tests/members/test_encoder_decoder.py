@@ -16,6 +16,7 @@ from transformers import (
 from hf_ensemble import (
     ConfigurationError,
     DeepenConfig,
+    EnsembleConfig,
     EnsembleForCausalLM,
     EvaConfig,
     GacConfig,
@@ -29,8 +30,10 @@ from hf_ensemble import (
     packllm_weights,
 )
 from hf_ensemble.members.encoder_decoder import EncoderDecoderMember
+from hf_ensemble.members.local import LocalMember
 from hf_ensemble.members.member import RowPrompt
 from tests import tiny
+from tests.far_members import FarMember
 from tests.reference import Reference, ReferenceMember, is_utf8
 from tests.reference_alignment import ReferenceEva, ReferenceMined
 from tests.reference_deepen import ReferenceDeepen
@@ -580,6 +583,27 @@ def test_a_template_for_a_specialist_is_refused(option):
     items = [MemberConfig(name="a"), MemberConfig(name="translator", **{option: "x"})]
     with pytest.raises(ConfigurationError, match=f"'translator'.*{option}"):
         EnsembleForCausalLM.from_members(*zip(*trio()[:2], strict=True), member_configs=items)
+
+
+def test_a_member_that_sends_few_entries_is_asked_for_first_words_without_their_space():
+    (smol, smol_tokenizer), (nllb, nllb_tokenizer) = trio()[:2]
+    models, tokenizers = [smol, smol, nllb], [smol_tokenizer, tiny.smol_like(), nllb_tokenizer]
+    items = [MemberConfig(name=f"member {n}") for n in range(3)]
+    config = EnsembleConfig(members=items, primary_config=smol.config)
+    kinds = (LocalMember, FarMember, EncoderDecoderMember)
+    members = [kind(*part) for kind, *part in zip(kinds, models, tokenizers, strict=True)]
+    far, near = EnsembleForCausalLM(config, members), EnsembleForCausalLM.from_members(models, tokenizers)
+    options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    for prompts in (PROMPTS, PROMPTS[1:2]):
+        own = [None, None, list(SOURCES)[: len(prompts)]]
+        found, expected = (
+            one.generate(**padded_batch(one, prompts), member_prompts=own, method=UniteConfig(top_k=4), **options)
+            for one in (far, near)
+        )
+        assert torch.equal(found.sequences, expected.sequences)
+        for one, other in zip(found.logits, expected.logits, strict=True):
+            torch.testing.assert_close(one, other)
+    assert members[1].num_ids_sent
 
 
 def test_the_check_of_members_reads_them_as_they_are():
