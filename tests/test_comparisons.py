@@ -95,13 +95,13 @@ def test_compare_served(members, monkeypatch, capsys):
     monkeypatch.setattr(script, "demo_model_paths", lambda: members)
 
     @contextlib.contextmanager
-    def small_servers(python, folders):
+    def small_servers(python, folders, dtype):
         assert (python, folders) == ("python-with-vllm", members)
         with contextlib.ExitStack() as stack:
             yield [
                 stack.enter_context(
                     serving(
-                        AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16"),
+                        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype),
                         AutoTokenizer.from_pretrained(folder),
                         name=name,
                     )
@@ -111,7 +111,7 @@ def test_compare_served(members, monkeypatch, capsys):
 
     monkeypatch.setattr(script, "vllm_servers", small_servers)
     options = ["--vllm-python", "python-with-vllm", "--tokens", "3", "--prompts", "1"]
-    monkeypatch.setattr("sys.argv", ["compare_served.py", *options, "--no-times"])
+    monkeypatch.setattr("sys.argv", ["compare_served.py", *options, "--dtype", "bfloat16", "--no-times"])
     script.main()
     texts = tables(capsys.readouterr().out)[0]
     assert [(row[""], row["texts"], row["differing, not tied"]) for row in texts] == [
