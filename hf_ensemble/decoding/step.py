@@ -62,6 +62,7 @@ class Fused:
         logits: Each member's logits, as they were mixed.
         whole: Log-probabilities of the weighted mean of the members' whole distributions, over the primary's ids; None
             where nothing constrains the choice or the method proposes all.
+        starts: Positions at which a text begins, where entries of some members have lost a leading space.
     """
 
     logprobs: Tensor
@@ -72,6 +73,7 @@ class Fused:
     closed: set[int] | None
     logits: list[Tensor | None]
     whole: Tensor | None = None
+    starts: Sequence[int] = ()
 
     @property
     def level(self) -> Tensor:
@@ -231,6 +233,7 @@ class FusedStep:
             closed=closed,
             logits=logits,
             whole=self.whole(logits, there, known, starts) if is_constrained and self.method.proposes_few else None,
+            starts=starts,
         )
 
     def folded(self, rows: Tensor) -> Tensor:

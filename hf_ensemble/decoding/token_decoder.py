@@ -244,15 +244,8 @@ class TokenDecoder:
                 self.scores_rows.append(one_hot)
             return one_hot
         if self._recorder is not None and (fused := self._recorded) is not None:
-            self._recorder.take(
-                fused.logits,
-                fused.logprobs,
-                fused.plan,
-                fused.needed,
-                fused.closed,
-                self._queued,
-                self.rows.normalizers(),
-            )
+            said = fused.logits, fused.logprobs, fused.plan, fused.needed, fused.closed
+            self._recorder.take(*said, self._queued, self.rows.normalizers(), fused.starts)
             self._recorded = None
         self._selected_from = scores
         if do_sample or self._keeps_rows:

@@ -57,7 +57,14 @@ class TokenMode(Mode):
         entries = call.num_decision_entries
         if entries is not None:
             self.recorder = DecisionRecorder(
-                call.members, method.maps, prompt_ids, prompt_mask, entries, is_wide, method.reads_first_ids
+                call.members,
+                method.maps,
+                prompt_ids,
+                prompt_mask,
+                entries,
+                is_wide,
+                method.reads_first_ids,
+                None if method.build_at_start is None else method.at_start.maps,
             )
         decoder = self.decoder = TokenDecoder(
             call,

@@ -31,6 +31,7 @@ class _Step:
         closed: Rows that a gate closed; None without a gate.
         queued: Rows that do not choose.
         members: Numbers of those of which something is recorded.
+        starts: Rows in which a text begins.
         numbers: For each row the ensemble's probability of what was chosen, then, for each member, its own, those of its
             best entries, their ids, and 1 for those that are what was chosen; once it is chosen.
     """
@@ -41,6 +42,7 @@ class _Step:
     closed: Collection[int] | None
     queued: Collection[int]
     members: list[int]
+    starts: Collection[int] = ()
     numbers: Any = None
 
 
@@ -57,6 +59,7 @@ class DecisionRecorder:
         num_entries: How many best entries of each member are kept.
         is_wide: Whether union entries are chosen, not the primary's ids.
         reads_first_ids: Whether, of an entry that a member lacks, the method reads the first id that writes it.
+        maps_at_start: Index maps where a text begins; None where they are as anywhere.
     """
 
     members: Sequence[Member]
@@ -66,6 +69,7 @@ class DecisionRecorder:
     num_entries: int
     is_wide: bool = False
     reads_first_ids: bool = False
+    maps_at_start: Sequence[MemberMaps] | None = None
 
     def __post_init__(self) -> None:
         self._prompts = prompts_of(self.members[0], self.prompt_ids, self.prompt_mask)
@@ -77,10 +81,17 @@ class DecisionRecorder:
     @cached_property
     def _keys(self) -> list[Tensor]:
         """What each member's ids count as: union entries, or the primary's ids that begin to write them; -1 for none."""
+        return self._keys_of(self.maps)
+
+    @cached_property
+    def _keys_at_start(self) -> list[Tensor]:
+        return self._keys_of(self.maps_at_start or self.maps)
+
+    def _keys_of(self, of_members: Sequence[MemberMaps]) -> list[Tensor]:
         if self.is_wide:
-            return [maps.to_union for maps in self.maps]
+            return [maps.to_union for maps in of_members]
         first = self.maps[0].first_id
-        return [torch.where(maps.to_union < 0, -1, first[maps.to_union]) for maps in self.maps]
+        return [torch.where(maps.to_union < 0, -1, first[maps.to_union]) for maps in of_members]
 
     def take(
         self,
@@ -91,6 +102,7 @@ class DecisionRecorder:
         closed: Collection[int] | None = None,
         queued: Collection[int] = (),
         listing: Collection[int] = (),
+        starts: Collection[int] = (),
     ) -> None:
         """Take what is known before the choice.
 
@@ -102,13 +114,14 @@ class DecisionRecorder:
             closed: Rows that a gate closed; None without a gate.
             queued: Rows that do not choose.
             listing: Members of which these are log-probabilities, of few ids.
+            starts: Rows in which a text begins, where entries of some members have lost a leading space.
         """
         logprobs = {}
         for index, one in enumerate(logits):
             if one is not None and bool(heard[:, index].any()):
                 masked = self.maps[index].masked(one)
                 logprobs[index] = masked if index in listing else masked.log_softmax(-1)
-        step = _Step(len(self._done), weights, heard, closed, queued, list(logprobs))
+        step = _Step(len(self._done), weights, heard, closed, queued, list(logprobs), starts)
         self._pending = fused, logprobs, step
 
     def choose(self, chosen: Tensor, done: Tensor) -> None:
@@ -130,22 +143,39 @@ class DecisionRecorder:
         union = torch.where(chosen < size, own, chosen)
         key = union if self.is_wide else self._keys[0][chosen]
         numbers = [fused.gather(-1, chosen).exp()]
+        begins = torch.zeros(len(chosen), 1, dtype=torch.bool)
+        begins[list(step.starts)] = True
         for index, logprobs in of_member.items():
-            maps = self.maps[index]
-            is_chosen = self._keys[index] == key  # (B, V)
-            prob = logprobs.masked_fill(~is_chosen, -torch.inf).exp().sum(-1, keepdim=True)
-            if self.reads_first_ids:
-                first = maps.first_id[union]
-                begun = logprobs.gather(-1, first.clamp_min(0)).exp().masked_fill(first < 0, 0.0)
-                prob = torch.where(prob > 0, prob, begun)
-            entries = merge_duplicates(logprobs, maps.duplicates)
-            best, best_ids = top_entries(entries, min(self.num_entries, entries.shape[-1]))
-            numbers += [prob.clamp_max(1.0), best.exp(), best_ids, self._keys[index][best_ids] == key]
+            found = self._of_member(logprobs, self.maps[index], self._keys[index], key, union)
+            if step.starts and self.maps_at_start is not None:
+                maps, keys = self.maps_at_start[index], self._keys_at_start[index]
+                found = torch.where(begins.to(found.device), self._of_member(logprobs, maps, keys, key, union), found)
+            numbers.append(found)
         # As float32, in which ids are exact.
         step.numbers = torch.cat(numbers, -1)
         self._steps.append(step)
         if len(self._steps) % _BLOCK == 0:
             self._move_to_host()
+
+    def _of_member(self, logprobs: Tensor, maps: MemberMaps, keys: Tensor, key: Tensor, union: Tensor) -> Tensor:
+        """What `_Step.numbers` holds of a member, of shape `(batch_size, 1 + 3 * num_entries)`.
+
+        Args:
+            logprobs: The member's, of shape `(batch_size, vocab_size)`.
+            maps: Its index maps.
+            keys: What its ids count as.
+            key: What was chosen counts as, of shape `(batch_size, 1)`.
+            union: Its union entry, likewise.
+        """
+        is_chosen = keys == key  # (B, V)
+        prob = logprobs.masked_fill(~is_chosen, -torch.inf).exp().sum(-1, keepdim=True)
+        if self.reads_first_ids:
+            first = maps.first_id[union]
+            begun = logprobs.gather(-1, first.clamp_min(0)).exp().masked_fill(first < 0, 0.0)
+            prob = torch.where(prob > 0, prob, begun)
+        entries = merge_duplicates(logprobs, maps.duplicates)
+        best, best_ids = top_entries(entries, min(self.num_entries, entries.shape[-1]))
+        return torch.cat([prob.clamp_max(1.0), best.exp(), best_ids, keys[best_ids] == key], -1)
 
     def _move_to_host(self) -> None:
         """Move what was recorded since the last time, in one transfer."""
@@ -180,6 +210,7 @@ class DecisionRecorder:
         numbers = iter(step.numbers[row])
         prob_of_chosen = next(numbers)
         for index in step.members:
+            member = (self.members[index].at_text_start if row in step.starts else None) or self.members[index]
             k = min(self.num_entries, len(self.maps[index].mask))
             prob = next(numbers)
             best_probs, best_ids, is_chosen = (list(islice(numbers, k)) for _ in range(3))
@@ -188,7 +219,7 @@ class DecisionRecorder:
                 said[index] = MemberDecision(
                     weight=float(step.weights[row, index]),
                     probability=prob,
-                    best=tuple(Entry(name_of(self.members[index], int(i)), p) for i, p in pairs if p > 0),
+                    best=tuple(Entry(name_of(member, int(i)), p) for i, p in pairs if p > 0),
                     agrees=bool(is_chosen[0]),
                     proposes=any(is_chosen),
                 )

@@ -241,6 +241,30 @@ def test_the_lost_space_of_a_whole_answer_completes_no_stop_string(options):
     assert found.count(" ") == 1
 
 
+@pytest.mark.parametrize("method", ["gac", "unite"])
+def test_decisions_show_first_words_as_they_count(method):
+    ensemble = ensemble_of(0, 1)
+    for prompts in (["Say:\n"], ["Say:\n", "Say"]):
+        sources = [text for text in (*tiny.ENGLISH, *tiny.GERMAN) if first_pieces(1, text)[0][:1] == b" "][:1]
+        expected = first_pieces(1, sources[0])[0].decode()
+        output = ensemble.generate(
+            **padded_batch(ensemble, prompts),
+            member_prompts=[None, sources * len(prompts)],
+            method=method,
+            weights=[0.01, 0.99],
+            max_new_tokens=4,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_decisions=True,
+        )
+        for row, name in zip(output.decisions.rows, [expected[1:], expected], strict=False):
+            said = row[0].members[1]
+            assert said.best[0].text == name
+            assert said.agrees
+            assert said.probability > 0.05
+            assert row[0].decided_by == 1
+
+
 def search(reference, prompt, num_beams, num_new):
     """A plain beam search over the folded columns, for texts that do not end: the best, and the least margin."""
     beams, least = [(0.0, reference.prompt_state(prompt), [])], math.inf
