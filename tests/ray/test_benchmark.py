@@ -23,7 +23,7 @@ def test_ray_members(cluster, folders, monkeypatch, capsys):
     output, times, traffic = run([*options, "--methods", "unite", "gac", "--batches", 1, 2], monkeypatch, capsys)
     assert [row["members"] for row in times] == PLACES * 4
     assert all(float(row["times as long as in one process"]) > 0 for row in times)
-    assert {row["method"]: row["calls a token"] for row in traffic} == {"unite": "2.00", "gac": "1.00"}
+    assert all(1 <= float(row["calls a token"]) <= (2 if row["method"] == "unite" else 1) for row in traffic)
     assert output.count("[3, 3, 3] of 3 ids as in one process") == 2
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import time
 
 import pytest
@@ -187,6 +188,16 @@ def test_what_fails_while_loading_is_the_error_that_it_is_here_and_leaves_no_act
     with pytest.raises(ConfigurationError, match="'x' cannot be loaded: there is nothing"):
         member.finish(tiny.smol_like(), None, None)
     assert member.link.is_closed
+
+
+@pytest.mark.slow
+def test_what_an_actor_cannot_import_is_named(cluster, tmp_path, monkeypatch):
+    """As where a host lacks a package."""
+    (tmp_path / "only_here.py").write_text("def load():\n    return None\n", "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    member = RayMember("x", importlib.import_module("only_here").load, FAR)
+    with pytest.raises(MemberError, match=r"'x'.*is gone.*No module named 'only_here'"):
+        member.finish(tiny.smol_like(), None, None)
 
 
 def test_what_no_node_has_is_refused_at_once(cluster, folders):

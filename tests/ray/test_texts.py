@@ -118,6 +118,39 @@ def test_at_most_four_kibibytes_of_a_row_travel_a_step_and_no_text_twice(here, t
         assert trips <= 2
 
 
+@pytest.mark.parametrize("options", [{"method": "unite"}, {"method": "gac"}, {"method": "sweetspan"}], ids=str)
+@pytest.mark.filterwarnings("ignore:the primary 'smol' wrote the control token")
+def test_all_members_begin_before_one_is_waited_for_and_a_batch_is_one_call(options, here, there, monkeypatch):
+    """Whoever is asked to run is asked before the first answer is waited for."""
+    both(there, there, **options)  # what is found out once has been
+    running, events = set(), []
+    for number, member in enumerate(there.member_views):
+        link = member.link
+        ask, wait = link.ask, link.wait
+
+        def asking(what, *arguments, ask=ask, number=number):
+            running.add(number)
+            events.append(what)
+            return ask(what, *arguments)
+
+        def waiting(asked, wait=wait, number=number):
+            events.append(len(running))
+            running.discard(number)
+            return wait(asked)
+
+        monkeypatch.setattr(link, "ask", asking)
+        monkeypatch.setattr(link, "wait", waiting)
+    both(there, there, **options)
+    num_runs = events.count("forward") + events.count("best")
+    if options["method"] == "sweetspan":
+        # A member may be through with its span before the other, and one of them may have nothing to score.
+        assert events.count(2) > 0.6 * events.count(1) > 0
+    else:
+        assert num_runs == 2 * 2 * 10  # two members, two calls, ten tokens, whatever the number of rows
+        assert [event for event in events if event in (1, 2)][:2] == [2, 1]
+        assert events.count(2) >= num_runs / 2
+
+
 def test_embeddings_travel_once(there, monkeypatch):
     member = there.member_views[1]
     assert member.input_embeddings().weight.shape[0] == member.vocab_size

@@ -171,7 +171,9 @@ class ActorLink:
             )
         # Lines that are indented are numbers for Ray's own log.
         lines = [line for line in str(error).splitlines() if line and not line.startswith((" ", "\t"))]
-        reason = " ".join(lines)[:_MOST_REASON]
+        reason = " ".join(lines)
+        if len(reason) > _MOST_REASON:  # the last line says what was raised
+            reason = f"{reason[:_MOST_REASON]} … {lines[-1][:_MOST_REASON]}"
         return MemberError(
             f"the actor of member {self.name!r} ({self.address}) is gone ({type(error).__name__}: {reason}). {_remedy(self.name)}"
         )

@@ -14,6 +14,9 @@ from .actor import EntriesFound
 from .link import ActorLink
 from .wire import Delta, Packed, ids_of
 
+_FEWEST_ENTRIES = 32
+"""How many entries travel at least, 8 bytes each: what others propose is often among them, and need not be asked for."""
+
 
 class RemoteRows(CachedRows):
     """A member's caches for the rows of a call, in its actor: ids and row moves go there, logits come back.
@@ -71,7 +74,7 @@ class RemoteRows(CachedRows):
         kept = self._num_cached_of(texts)
         delta = Delta.of(texts, kept, [int(row in run) for row in range(len(texts))])
         kind = self._link.kind_of(entry_ids)
-        self._asked = self._link.start("best", self._number, delta, ids_of(rows), kind, count)
+        self._asked = self._link.start("best", self._number, delta, ids_of(rows), kind, max(count, _FEWEST_ENTRIES))
         self._follow(texts, kept)
 
     def entries(self) -> Entries:
