@@ -286,3 +286,23 @@ def test_answers(members, run):
     assert [row["writing"] for row in writing] == ["a", "b"]
     assert len(choosing) == 4
     assert all(is_number(row["share, %"]) and row["candidates a prompt"] == "4" for row in choosing)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters(members, run):
+    pytest.importorskip("peft")
+    options = ["--models", members[0], "--adapters", 2, "--prompt", 8, "--new-tokens", 4, "--repeats", 1]
+    (rows,) = run("adapters", *options, "--batches", 1)
+    assert [row["members"] for row in rows] == ["weights shared", "weights of their own"]
+    assert all(row["same text"] == "yes" and is_number(row["ms a token"]) for row in rows)
+    shared, own = (float(row["weights, MB"]) for row in rows)
+    assert shared < 0.8 * own
+
+
+@pytest.mark.slow
+def test_quantized(members, run):
+    (rows,) = run("quantized", "--models", *members, "--kinds", "bfloat16", "--new-tokens", 4, "--method", "gac")
+    assert [row["equal texts"] for row in rows] == ["6 of 6"]
+    assert is_number(rows[0]["bits per byte"])

@@ -183,8 +183,8 @@ def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, An
         place = Place.of_adapter(item)
         folder = os.path.dirname(place.file(_CONFIG_FILE, hub) or "")
         weights_file = place.file(_WEIGHTS_FILE, hub)
-        if weights_file is None:
-            place.file("adapter_model.bin", hub)
+        if weights_file is None and place.file("adapter_model.bin", hub) is None:
+            raise OSError(f"there is no {_WEIGHTS_FILE} beside its {_CONFIG_FILE}.")
         config = peft.PeftConfig.from_pretrained(folder)
         config.inference_mode = True
         # The stock loader has put it in already where both lie in one folder. Else its first weights are drawn.
@@ -198,7 +198,11 @@ def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, An
             peft.tuners.tuners_utils.cast_adapter_dtype(model, "default")
         found = peft.set_peft_model_state_dict(model, weights)
     except Exception as error:
-        raise ConfigurationError(f"{what}: {error}") from error
+        remedy = (
+            " It is of another model, or of one whose embeddings were resized: then merge it into that one "
+            "(`merge_and_unload`), and let what you save be the member."
+        )
+        raise ConfigurationError(f"{what}: {error}{remedy if 'size mismatch' in str(error) else ''}") from error
     missing = sorted(set(peft.get_peft_model_state_dict(model, save_embedding_layers=False)).difference(weights))
     if missing or found.unexpected_keys:
         raise ConfigurationError(

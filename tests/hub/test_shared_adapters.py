@@ -13,6 +13,7 @@ from hf_ensemble import ConfigurationError, EnsembleForCausalLM, GacConfig, Memb
 from hf_ensemble.members import repacked_cache
 from hf_ensemble.members.adapted import wrapped_modules
 from hf_ensemble.members.member_model import MemberModel
+from tests.hub.test_adapters import KINDS as ADAPTERS
 from tests.hub.test_adapters import adapted, logits_of, save_base, train
 
 peft = pytest.importorskip("peft")
@@ -23,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
-KINDS = ("LoRA", "LoRA of all", "LoRA and a whole head", "LoRA of embeddings", "LoRA")
+KINDS = ("LoRA", "LoRA of all", "LoRA and a whole head", "LoRA of embeddings", "LoRA of patterns")
 """Of five adapters that PEFT can use in one batch."""
 
 
@@ -32,9 +33,18 @@ def folders(root):
     """A model and five adapters on it, in folders."""
     base = save_base(root / "base")
     for number, kind in enumerate(KINDS):
-        model = adapted(base, "LoRA" if kind == "LoRA of all" else kind)
+        model = adapted(base, kind if kind in ADAPTERS else "LoRA")
         if kind == "LoRA of all":
             config = peft.LoraConfig(r=3, target_modules=["q_proj", "o_proj", "up_proj"], lora_alpha=9)
+            model = train(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config))
+        if kind == "LoRA of patterns":
+            options = {
+                "rank_pattern": {"q_proj": 5},
+                "alpha_pattern": {"v_proj": 64},
+                "use_rslora": True,
+                "lora_bias": True,
+            }
+            config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
             model = train(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config))
         with torch.no_grad():
             for weight in model.parameters():
