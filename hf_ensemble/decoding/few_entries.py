@@ -138,7 +138,7 @@ class FewEntries:
         return found
 
     def _spread(self, member: int, entries: Entries) -> Tensor:
-        return entries.spread(self._members[member].vocab_size).to(self._device)
+        return entries.spread(self._members[member].vocab_size, self._device)
 
     def _placed(self, entries: Entries, rows: Sequence[int]) -> Entries:
         """Entries of some rows among all."""

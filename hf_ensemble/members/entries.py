@@ -49,9 +49,16 @@ class Entries:
         ids, logits = torch.cat([self.ids, other.ids], dim=-1), torch.cat([self.logits, other.logits], dim=-1)
         return Entries(ids, logits, self.normalizers)
 
-    def spread(self, width: int) -> Tensor:
+    def spread(self, width: int, device: torch.device | None = None) -> Tensor:
         """Rows of logits, of shape `(num_rows, width)`: `-inf` for ids that are not here, and 0 in a row without any."""
-        rows = self.logits.new_full((len(self.ids), width + 1), -torch.inf)
-        rows.scatter_(1, torch.where(self.ids >= 0, self.ids, width), self.logits)
-        is_empty = (self.ids < 0).all(-1, keepdim=True)
-        return rows[:, :width].masked_fill(is_empty, 0.0)
+        rows = torch.full((len(self.ids), width), -torch.inf, device=device)
+        rows[(self.ids < 0).all(-1).nonzero()[:, 0].to(rows.device)] = 0.0
+        self.put_into(rows)
+        return rows
+
+    def put_into(self, rows: Tensor) -> None:
+        """Put them into rows of logits of any device, of shape `(num_rows, width)`, which are changed."""
+        # What is where is found here: on a GPU somebody would wait for it.
+        row, place = (self.ids >= 0).nonzero(as_tuple=True)
+        at = row.to(rows.device), self.ids[row, place].to(rows.device)
+        rows[at] = self.logits[row, place].to(rows.device)

@@ -1,5 +1,6 @@
 """What lives in an actor: a member, its caches by number, and what it is asked."""
 
+import functools
 import os
 import socket
 import warnings
@@ -16,7 +17,9 @@ from torch import Tensor
 from ...errors import ConfigurationError
 from ...mixing import log_normalizer, merge_duplicates, top_entries
 from ..cached_rows import CachedRows
+from ..cuda_graphs import Captured
 from ..entries import EntryIds
+from .line import AnsweringLine, Number
 from .wire import Delta, Ids, Packed, PackedIds
 
 Move = tuple[Any, ...]
@@ -87,7 +90,7 @@ class Caches:
         self._member = member
         self._rows: dict[int, CachedRows] = {}
         self._last: dict[int, list[Tensor]] = {}
-        self._asked: dict[int, list[Tensor]] = {}
+        self._asked: dict[int, Tensor] = {}
         self._entry_ids: dict[int, BestEntries] = {}
 
     def new(self, number: int, num_rows: int, num_expected: int, mode: str | None) -> None:
@@ -147,16 +150,14 @@ class Caches:
     def best(self, number: int, delta: Delta, rows: Ids, kind: int, count: int) -> tuple[EntriesFound, int]:
         """Bring rows to their texts, and find the best entries of some of them."""
         found, num_forwards = self.forward(number, delta)
-        wanted = [found[row][-1] for row in rows.tolist()]
-        self._asked[number] = wanted
-        return self._entry_ids[kind].of(torch.stack(wanted).float(), count), num_forwards
+        self._asked[number] = wanted = torch.stack([found[row][-1] for row in rows.tolist()])
+        return self._entry_ids[kind].of(wanted, count), num_forwards
 
     def logits_of(self, number: int, counts: Ids, ids: Ids) -> NDArray[np.float32]:
         """The logits of ids in the rows of the last `best`, row after row."""
-        rows = torch.arange(len(counts)).repeat_interleave(torch.from_numpy(counts.astype(np.int64)))
-        wanted = torch.stack(self._asked[number])
-        at = torch.from_numpy(ids.astype(np.int64)).to(wanted.device)
-        found: NDArray[np.float32] = wanted[rows.to(wanted.device), at].float().cpu().numpy()
+        wanted = self._asked[number]
+        first = np.arange(len(counts)).repeat(counts) * wanted.shape[-1]
+        found: NDArray[np.float32] = wanted.take(torch.from_numpy(first + ids).to(wanted.device)).float().cpu().numpy()
         return found
 
 
@@ -175,25 +176,35 @@ class BestEntries:
         for one, other in zip(canonical, duplicates.ids.tolist(), strict=True):
             self._others.setdefault(one, []).append(other)
         self._eos_ids = entry_ids.eos_ids.tolist()
+        self._finds: dict[int, Captured] = {}
 
     def of(self, logits: Tensor, count: int) -> EntriesFound:
         """Find them.
 
         Args:
-            logits: In float32, of shape `(num_rows, vocab_size)`.
+            logits: In the member's dtype, of shape `(num_rows, vocab_size)`.
             count: Number of entries of each row; those of which EOS is one, or which have several ids, give more ids.
         """
-        masked = logits + self._entry_ids.mask
-        merged = merge_duplicates(masked, self._entry_ids.duplicates)
-        _, best = top_entries(merged, min(count, merged.shape[-1]))
+        if count not in self._finds:
+            self._finds[count] = Captured(functools.partial(_best_of, entry_ids=self._entry_ids, count=count), True)
+        (found,) = self._finds[count](logits)
+        numbers = found.cpu().numpy()  # all at once: every look at a GPU waits for it
         of_rows = [
             sorted({*self._eos_ids, *row, *(i for one in row for i in self._others.get(one, ()))})
-            for row in best.tolist()
+            for row in numbers[:, 1:].astype(np.int64).tolist()
         ]
         width = max(map(len, of_rows))
         ids = np.array([row + [-1] * (width - len(row)) for row in of_rows], dtype=np.int32)
-        at = torch.from_numpy(ids.astype(np.int64)).clamp_min(0).to(logits.device)
-        return EntriesFound(ids, logits.gather(1, at).cpu().numpy(), log_normalizer(masked).cpu().numpy())
+        at = torch.from_numpy(ids.clip(0).astype(np.int64)).to(logits.device)
+        return EntriesFound(ids, logits.gather(1, at).float().cpu().numpy(), numbers[:, 0].astype(np.float32))
+
+
+def _best_of(logits: Tensor, *, entry_ids: EntryIds, count: int) -> tuple[Tensor]:
+    """The normalizer of every row and then its best ids, in float64, which holds both; of shape `(num_rows, 1 + count)`."""
+    masked = logits.float() + entry_ids.mask
+    merged = merge_duplicates(masked, entry_ids.duplicates)
+    _, best = top_entries(merged, min(count, merged.shape[-1]))
+    return (torch.cat([log_normalizer(masked)[:, None].double(), best.double()], dim=-1),)
 
 
 class HeldMember:
@@ -226,6 +237,17 @@ class HeldMember:
                 address=f"process {os.getpid()} on {socket.gethostname()}",
             )
         return Answer(description, tuple(said))
+
+    def listen(self) -> Number:
+        """Open a line to the ensemble."""
+        import ray
+
+        self._line = AnsweringLine(ray.util.get_node_ip_address())
+        return self._line.number
+
+    def answer(self) -> None:
+        """Answer what is asked over the line, for as long as the actor lives."""
+        self._line.answer(lambda what, arguments: getattr(self, what)(*arguments))
 
     @torch.no_grad()
     def cache_mode(self) -> Answer:

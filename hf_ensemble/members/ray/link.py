@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,18 @@ from ...errors import EnsembleError, MemberError
 from ..entries import EntryIds
 from . import cluster
 from .actor import Answer, Description, HeldMember, Move
+from .line import AskingLine, Failure, Number
 from .wire import PackedIds, payload
 
 _PATIENCE = 30.0
 """Seconds after which a warning says that an actor has not started, most likely for want of a place."""
+
+_LOOK = 1.0
+"""Seconds after which Ray is asked whether the actor still lives, where no answer comes: a host that is lost hangs up on
+nobody."""
+
+_FAREWELL = 30.0
+"""Seconds in which Ray has to say what became of an actor that has hung up."""
 
 _MOST_REASON = 300
 """Characters of what Ray says of a failure that an error repeats."""
@@ -76,6 +85,9 @@ class ActorLink:
         self.close: Any = weakref.finalize(self, _end, self._ray, self._actor, is_ours)
         self._is_there = self._actor.is_there.remote()
         self._description = self._actor.load.remote()
+        self._number = self._actor.listen.remote()
+        # Runs as long as the actor does, so its end is the actor's.
+        self._life = self._actor.answer.remote()
 
     @property
     def is_closed(self) -> bool:
@@ -94,8 +106,17 @@ class ActorLink:
                 f"the actor of member {self.name!r} has not started in {_PATIENCE:.0f} s: it waits for a place, or its host is "
                 f"slow. What is free in the Ray cluster: {self._ray.available_resources()}."
             )
-        found: Description = self.wait(self._description)
+        found: Description = self._received(self._got(self._description))
         self.address = found.address
+        number: Number = self._got(self._number)
+        try:
+            self._line = AskingLine(number)
+        except OSError as error:
+            raise MemberError(
+                f"the actor of member {self.name!r} ({self.address}) cannot be called at {number.address}: {error}. Let this "
+                "host reach the ports of the nodes, as Ray itself needs it."
+            ) from error
+        weakref.finalize(self, self._line.close)
         return found
 
     def kind_of(self, entry_ids: EntryIds) -> int:
@@ -131,26 +152,38 @@ class ActorLink:
     def ask(self, what: str, *arguments: Any) -> Any:
         """Ask the actor something, whatever it was told."""
         if self.is_closed:
-            raise MemberError(f"the actor of member {self.name!r} has been ended. {_remedy(self.name)}")
+            raise self._ended()
         self.traffic.sent += payload(arguments)
         try:
-            return getattr(self._actor, what).remote(*arguments)
-        except self._ray.exceptions.RayError as error:
-            raise self._failed(error) from error
+            return self._line.ask(what, arguments)
+        except ConnectionError as error:
+            raise self._lost(error) from error
 
-    def wait(self, asked: Any) -> Any:
+    def wait(self, asked: "futures.Future[Any]") -> Any:
         """Wait for an answer.
 
         Raises:
             MemberError: If the actor has died or failed.
         """
         if self.is_closed:
-            raise MemberError(f"the actor of member {self.name!r} has been ended. {_remedy(self.name)}")
-        try:
-            answer = self._ray.get(asked)
-        except self._ray.exceptions.RayError as error:
-            raise self._failed(error) from error
+            raise self._ended()
+        while True:
+            try:
+                answer = asked.result(_LOOK)
+            except futures.TimeoutError:
+                ended, _ = self._ray.wait([self._life], timeout=0)
+                if ended:
+                    raise self._lost(None) from None
+            except ConnectionError as error:
+                raise self._lost(error) from error
+            else:
+                break
+        if isinstance(answer, Failure):
+            raise self._failure(answer)
         self.traffic.trips += 1
+        return self._received(answer)
+
+    def _received(self, answer: Any) -> Any:
         if isinstance(answer, Answer):
             for text in answer.warnings:
                 messages.warn(text)
@@ -158,25 +191,48 @@ class ActorLink:
         self.traffic.received += payload(answer)
         return answer
 
+    def _got(self, asked: Any) -> Any:
+        """What Ray itself brings."""
+        try:
+            return self._ray.get(asked)
+        except self._ray.exceptions.RayError as error:
+            raise self._failed(error) from error
+
+    def _lost(self, error: ConnectionError | None) -> EnsembleError:
+        """The line is dead: why, Ray knows."""
+        if self.is_closed:
+            return self._ended()
+        try:
+            self._ray.get(self._life, timeout=_FAREWELL)
+        except self._ray.exceptions.GetTimeoutError:
+            pass
+        except self._ray.exceptions.RayError as reason:
+            return self._failed(reason)
+        return self._gone(f"the connection broke: {error}")
+
+    def _ended(self) -> MemberError:
+        return MemberError(f"the actor of member {self.name!r} has been ended. {_remedy(self.name)}")
+
+    def _gone(self, reason: str) -> MemberError:
+        return MemberError(
+            f"the actor of member {self.name!r} ({self.address}) is gone ({reason}). {_remedy(self.name)}"
+        )
+
+    def _failure(self, failure: Failure) -> EnsembleError:
+        if failure.kind is None:
+            return MemberError(f"member {self.name!r} failed in its actor ({self.address}): {failure.text}")
+        error = failure.kind(*failure.arguments)
+        return MemberError(f"{error} It runs in {self.address}.") if isinstance(error, MemberError) else error
+
     def _failed(self, error: Exception) -> EnsembleError:
-        exceptions = self._ray.exceptions
-        if isinstance(error, exceptions.RayTaskError):
-            cause = error.cause
-            if isinstance(cause, MemberError):
-                return MemberError(f"{cause} It runs in {self.address}.")
-            if isinstance(cause, EnsembleError):
-                return type(cause)(*cause.args)
-            return MemberError(
-                f"member {self.name!r} failed in its actor ({self.address}): {type(cause).__name__}: {cause}"
-            )
+        if isinstance(error, self._ray.exceptions.RayTaskError):
+            return self._failure(Failure.of(error.cause))
         # Lines that are indented are numbers for Ray's own log.
         lines = [line for line in str(error).splitlines() if line and not line.startswith((" ", "\t"))]
         reason = " ".join(lines)
         if len(reason) > _MOST_REASON:  # the last line says what was raised
             reason = f"{reason[:_MOST_REASON]} … {lines[-1][:_MOST_REASON]}"
-        return MemberError(
-            f"the actor of member {self.name!r} ({self.address}) is gone ({type(error).__name__}: {reason}). {_remedy(self.name)}"
-        )
+        return self._gone(f"{type(error).__name__}: {reason}")
 
 
 def _remedy(name: str) -> str:

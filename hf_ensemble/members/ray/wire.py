@@ -1,7 +1,7 @@
 """What travels between an ensemble and an actor: compact arrays of numbers, and how many bytes of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -122,5 +122,5 @@ def payload(message: Any) -> int:
     if isinstance(message, (list, tuple)):
         return sum(map(payload, message))
     if is_dataclass(message):
-        return sum(payload(getattr(message, field.name)) for field in fields(message))
+        return sum(map(payload, vars(message).values()))
     return 0 if message is None else 8
