@@ -88,10 +88,11 @@ def test_a_node_that_is_killed_is_an_error_until_the_member_is_restarted(mixed, 
     process = process_of(mixed.member_views[1])
     with pytest.raises(
         MemberError,
-        match=r"'gemma' \(process \d+ on .*\) is gone.*restart_member\('gemma'\).*Written so far, in 3 steps",
+        match=r"'gemma' \(process \d+ on .*\) is gone.*restart_member\('gemma'\).*Written so far, in [34] steps",
     ) as caught:
         write(mixed, stopping_criteria=[At(3, lambda: lost_node.kill(process))])
-    assert caught.value.written == texts_of(mixed, expected[:, :-5][:, -3:])
+    # What had been answered before still counts.
+    assert caught.value.written in [texts_of(mixed, expected[:, : n - 8][:, -n:]) for n in (3, 4)]
     # Nothing is written without the member.
     with pytest.raises(MemberError, match="'gemma'"):
         write(mixed)
@@ -130,7 +131,8 @@ def test_an_actor_that_dies_is_an_error_with_what_was_written(options, mixed):
     elif "num_beams" in options:
         assert len(caught.value.written) == 4
     else:
-        num_written = range(3, 4 if options == {"method": "unite"} else 8)
+        # What it had answered before it died still counts.
+        num_written = range(3, 5 if options == {"method": "unite"} else 8)
         assert caught.value.written in [texts_of(mixed, expected[:, : n - 8][:, -n:]) for n in num_written]
     mixed.restart_member("gemma")
     assert torch.equal(write(mixed, **options), expected)

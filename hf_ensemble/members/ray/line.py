@@ -116,9 +116,6 @@ class AskingLine:
 
         Returns:
             What comes to hold the answer, or a `Failure`; a `ConnectionError` once the line is dead.
-
-        Raises:
-            ConnectionError: If the line is dead.
         """
         answer: Future[Any] = Future()
         place = next(self._places)
@@ -127,7 +124,9 @@ class AskingLine:
             with self._sends:
                 self._connection.send((place, what, arguments))
         except OSError as error:
-            raise ConnectionError(str(error)) from error
+            # Whoever waits for it hears of that: what has been written until then is written.
+            if self._asked.pop(place, None) is not None:
+                answer.set_exception(ConnectionError(str(error)))
         except BaseException:
             # Who knows how much of it has gone out.
             self.close()

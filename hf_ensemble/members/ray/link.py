@@ -154,10 +154,7 @@ class ActorLink:
         if self.is_closed:
             raise self._ended()
         self.traffic.sent += payload(arguments)
-        try:
-            return self._line.ask(what, arguments)
-        except ConnectionError as error:
-            raise self._lost(error) from error
+        return self._line.ask(what, arguments)
 
     def wait(self, asked: "futures.Future[Any]") -> Any:
         """Wait for an answer.
@@ -198,7 +195,7 @@ class ActorLink:
         except self._ray.exceptions.RayError as error:
             raise self._failed(error) from error
 
-    def _lost(self, error: ConnectionError | None) -> EnsembleError:
+    def _lost(self, error: Exception | None) -> EnsembleError:
         """The line is dead: why, Ray knows."""
         if self.is_closed:
             return self._ended()
