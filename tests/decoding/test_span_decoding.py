@@ -429,7 +429,7 @@ def test_forwards_of_random_members_in_a_round(ensemble, num_rows, monkeypatch):
     propose = Participant.propose
 
     def spy(self, rows):
-        proposals = propose(self, rows)
+        proposals = yield from propose(self, rows)
         written.append(max(len(proposal.ids) for proposal in proposals))
         return proposals
 
