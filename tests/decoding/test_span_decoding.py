@@ -425,21 +425,22 @@ def test_forwards_in_a_round_are_at_most_those_of_the_longest_candidate_and_one(
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_forwards_of_random_members_in_a_round(ensemble, num_rows, monkeypatch):
     prompts = ["The capital of France is", "The cat", "Once upon a time", "She sells"][:num_rows]
-    written = []
+    written = {member.name: [] for member in ensemble.member_views}
     propose = Participant.propose
 
     def spy(self, rows):
         proposals = yield from propose(self, rows)
-        written.append(max(len(proposal.ids) for proposal in proposals))
+        written[self.member.name].append(max(len(proposal.ids) for proposal in proposals))
         return proposals
 
     monkeypatch.setattr(Participant, "propose", spy)
     generate(ensemble, prompts, method=SHORT_SPANS, max_new_tokens=1)  # members have tried out their caches
-    written.clear()
+    for lengths in written.values():
+        lengths.clear()
     rounds = rounds_of(ensemble, prompts, method=SweetSpanConfig(span_length=2), max_new_tokens=30)
     longest = max(rounds, key=len)
     assert len(longest) > 1
-    for one, limits in zip(longest, zip(written[::2], written[1::2], strict=True), strict=True):
+    for one, limits in zip(longest, zip(*written.values(), strict=True), strict=True):
         assert all(num <= limit + 1 for num, limit in zip(one.num_forwards, limits, strict=True))
 
 
