@@ -23,6 +23,14 @@ class Duplicates(NamedTuple):
     canonical_ids: Tensor
     position: Tensor
 
+    def by_canonical_id(self) -> dict[int, list[int]]:
+        """The other ids of every entry that has several."""
+        found: dict[int, list[int]] = {}
+        canonical_ids = self.canonical_ids[self.position].tolist()
+        for canonical_id, other in zip(canonical_ids, self.ids.tolist(), strict=True):
+            found.setdefault(canonical_id, []).append(other)
+        return found
+
 
 def merge_duplicates(logits: Tensor, duplicates: Duplicates) -> Tensor:
     """Give the canonical id of every entry the log-sum-exp of all its ids' logits, and its other ids `-inf`.

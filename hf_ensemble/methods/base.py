@@ -119,11 +119,7 @@ class MemberMaps:
     @cached_property
     def _standing_for(self) -> dict[int, list[int]]:
         """The other ids of every entry that has several, by its canonical id."""
-        found: dict[int, list[int]] = {}
-        canonical = self.duplicates.canonical_ids[self.duplicates.position].tolist()
-        for one, other in zip(canonical, self.duplicates.ids.tolist(), strict=True):
-            found.setdefault(one, []).append(other)
-        return found
+        return self.duplicates.by_canonical_id()
 
     def readable(self, logits: Tensor, merged: Tensor) -> Tensor:
         """Rows of logits in which `read_from` finds those of every entry: merged, and, where that differs, as they are."""

@@ -170,11 +170,7 @@ class BestEntries:
 
     def __init__(self, entry_ids: EntryIds):
         self._entry_ids = entry_ids
-        duplicates = entry_ids.duplicates
-        self._others: dict[int, list[int]] = {}
-        canonical = duplicates.canonical_ids[duplicates.position].tolist()
-        for one, other in zip(canonical, duplicates.ids.tolist(), strict=True):
-            self._others.setdefault(one, []).append(other)
+        self._others = entry_ids.duplicates.by_canonical_id()
         self._eos_ids = entry_ids.eos_ids.tolist()
         self._finds: dict[int, Captured] = {}
 

@@ -128,13 +128,8 @@ class ServedRows(CachedRows):
 
 def _groups_of(entry_ids: EntryIds) -> dict[int, list[int]]:
     """All ids of each entry that has several, by each of them."""
-    duplicates = entry_ids.duplicates
-    of_entry: dict[int, list[int]] = {i: [i] for i in duplicates.canonical_ids.tolist()}
-    for i, canonical in zip(
-        duplicates.ids.tolist(), duplicates.canonical_ids[duplicates.position].tolist(), strict=True
-    ):
-        of_entry[canonical].append(i)
-    return {i: ids for ids in of_entry.values() for i in ids}
+    groups = [[one, *others] for one, others in entry_ids.duplicates.by_canonical_id().items()]
+    return {i: ids for ids in groups for i in ids}
 
 
 def _contenders(row: Mapping[int, float], least: float, groups: Mapping[int, Sequence[int]], count: int) -> list[int]:
