@@ -129,8 +129,8 @@ class MemberConfig:
         if self.ray is not None:
             self.ray = _checked_ray_options(self.ray)
         if self.url is not None:
-            self.url = checked_url(self.url, self.name or last_part(self.model or "") or "without a name")
-        _check_served(self)
+            self.url = checked_url(self.url, self.short_name or "without a name")
+        _check_served_options(self)
         self.tokenizer_kwargs = _checked_tokenizer_options(self.tokenizer_kwargs)
         given: Any = [] if self.eos_token_id is None else self.eos_token_id
         try:
@@ -139,6 +139,11 @@ class MemberConfig:
             raise ConfigurationError(
                 f"a member's `eos_token_id` has to be an id or a list of ids, but is {given!r:.200}."
             ) from None
+
+    @property
+    def short_name(self) -> str:
+        """The member's name, else the last part of where it comes from; empty for neither."""
+        return self.name or last_part(self.path or self.model or "")
 
     @property
     def is_elsewhere(self) -> bool:
@@ -229,7 +234,7 @@ def _checked_tokenizer_options(options: Any) -> dict[str, Any] | None:
     return options or None
 
 
-def _check_served(item: MemberConfig) -> None:
+def _check_served_options(item: MemberConfig) -> None:
     """Refuse options that do not go together, of a member that is loaded or served."""
     given = [name for name in (_SERVED if item.url is None else _LOADED) if getattr(item, name) is not None]
     if item.url is None and given:
@@ -359,11 +364,7 @@ class EnsembleConfig(PreTrainedConfig):
         """
         self.method.check_saveable(is_for_hub=True)
         for item in self.members:
-            check_on_hub(
-                item,
-                item.name or last_part(item.path or str(item.model)),
-                "Push the ensemble itself with `include_members=True`",
-            )
+            check_on_hub(item, item.short_name, "Push the ensemble itself with `include_members=True`")
         return super().push_to_hub(*args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:

@@ -44,6 +44,17 @@ def not_finite(name: str, dtype: torch.dtype, where: str) -> MemberError:
     return MemberError(f"member {name!r} gave NaN or infinite logits {where} (its dtype is {dtype}). {remedy}.")
 
 
+def failed_pass(name: str, error: Exception, what: str = "its forward pass") -> MemberError:
+    """The error for a model that raised.
+
+    Args:
+        name: The member's name.
+        error: What it raised.
+        what: What it was doing.
+    """
+    return MemberError(f"member {name!r} failed in {what}: {error}")
+
+
 def written_so_far(texts: Sequence[str], num_steps: int) -> str:
     """What an error adds about what was written before it.
 

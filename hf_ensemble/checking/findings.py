@@ -31,13 +31,13 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class MemberState:
+class MemberReport:
     """How a member runs here.
 
     Attributes:
         name: Its name.
         runs: What it is, and on which device in which dtype.
-        steps: How its steps follow the text: the cache mode (see `Member.cache_mode`), captured or not.
+        steps: How its steps follow the text: the cache mode (see `LocalMember.cache_mode`), captured or not.
         weight_bytes: Bytes of its weights in this process; None for a member elsewhere.
         cache_bytes: Bytes of cache that a row of 1,000 tokens takes; None where that is not known.
         reads: What of a conversation its chat template reads: of system turns, tools, tool calls.
@@ -61,7 +61,7 @@ class CheckReport:
     """
 
     findings: tuple[Finding, ...]
-    members: tuple[MemberState, ...]
+    members: tuple[MemberReport, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, as dictionaries and lists."""

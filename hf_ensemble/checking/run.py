@@ -6,7 +6,7 @@ import torch
 
 from ..members.local import LocalMember
 from ..members.member import Member
-from .findings import CheckReport, Finding, MemberState
+from .findings import CheckReport, Finding, MemberReport
 from .models import cache_bytes, check_model, check_together, weight_bytes
 from .templates import check_template, read_by_template
 from .tokenizers import check_tokenizer
@@ -25,15 +25,15 @@ def check_members(ensemble: Any) -> CheckReport:
         for check in (check_tokenizer, check_template, check_model):
             findings += check(member)
     findings += check_together(members)
-    return CheckReport(tuple(findings), tuple(map(_state_of, members)))
+    return CheckReport(tuple(findings), tuple(map(_report_of, members)))
 
 
-def _state_of(member: Member) -> MemberState:
+def _report_of(member: Member) -> MemberReport:
     steps = "elsewhere"
     if isinstance(member, LocalMember):
         steps = "CUDA graphs" if member.is_captured else f"cache mode {member.cache_mode!r}"
     dtype = str(member.dtype).removeprefix("torch.")
-    return MemberState(
+    return MemberReport(
         name=member.name,
         runs=f"{dtype} on {member.device}",
         steps=steps,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config import MethodConfig
-from ..members.member import Member
+from ..members.member import Member, ids_in
 from ..methods.base import TokenMethod, eos_ids_of
 from ..methods.primary_alone import PrimaryAlone
 from ..offers import Offer
@@ -237,8 +237,7 @@ def take_prompt(call: Call, inputs: Tensor | None, kwargs: dict[str, Any], membe
 
 def end_ids(settings: Any) -> list[int]:
     """The ids that end a text by a generation config."""
-    given = settings.eos_token_id
-    return [] if given is None else list(torch.as_tensor(given).flatten().tolist())
+    return ids_in(settings.eos_token_id)
 
 
 def keeps_rows(settings: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..config import MemberConfig, last_part
+from ..config import MemberConfig
 from ..errors import ConfigurationError
 from ..members.ray.member import RayMember
 from .references import name_of
@@ -15,13 +15,14 @@ from .references import name_of
 _PLACEMENTS = (None, "ray")
 
 
-def check_placement(items: Sequence[MemberConfig], placement: Any, refuses_remote: bool) -> None:
+def check_placement(items: Sequence[MemberConfig], placement: Any, is_saved: bool, allow_remote: bool) -> None:
     """Take in where all members are to run, and refuse a saved ensemble that would start something by itself.
 
     Args:
         items: The members, changed in place.
         placement: What `from_pretrained` was given.
-        refuses_remote: Whether members elsewhere are refused.
+        is_saved: Whether the members were saved, so that nobody has looked at them.
+        allow_remote: Whether saved members may run elsewhere.
 
     Raises:
         ConfigurationError: If the placement is unknown, or a member runs elsewhere and may not.
@@ -29,7 +30,7 @@ def check_placement(items: Sequence[MemberConfig], placement: Any, refuses_remot
     if placement not in _PLACEMENTS:
         raise ConfigurationError(f"`placement` has to be None or 'ray', but is {placement!r:.200}.")
     for item in items:
-        if item.ray is not None and refuses_remote:
+        if item.ray is not None and is_saved and not allow_remote:
             raise ConfigurationError(
                 f"member {name_of(item)!r} of this saved ensemble is to run in a Ray actor (`ray={item.ray}`). A saved "
                 "ensemble starts something elsewhere only if you say so: pass `allow_remote=True`."
@@ -71,6 +72,5 @@ def start_actor(item: MemberConfig, device_map: Any, load: Callable[..., Any], *
     num_gpus = (item.ray or {}).get("num_gpus", 0)
     if device_map is None and num_gpus:
         device_map = 0 if num_gpus <= 1 else "auto"
-    name = item.name or last_part(str(item.path))
-    item = dataclasses.replace(item, name=name)
-    return RayMember(name, functools.partial(load, item, device_map, *arguments), item.ray or {})
+    item = dataclasses.replace(item, name=item.short_name)
+    return RayMember(item.short_name, functools.partial(load, item, device_map, *arguments), item.ray or {})

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..config import MemberConfig, last_part
+from ..config import MemberConfig
 from ..errors import ConfigurationError
 from ..members.adapted import (
     active_adapters,
@@ -75,7 +75,7 @@ def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -
             "Give the model's own id or path, or merge the one into it first."
         )
     config = _checked_config(item, own)
-    name = item.name or last_part(place.path)
+    name = item.short_name
     if os.path.isdir(place.path):
         item = dataclasses.replace(item, path=os.path.normpath(os.path.dirname(own)), subfolder=None)
     found = dataclasses.replace(

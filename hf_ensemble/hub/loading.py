@@ -29,7 +29,7 @@ from .actors import check_actor, check_placement, start_actor
 from .adapters import check_adapters
 from .finding import checked_member, read_source
 from .in_place import finish_writing
-from .local_models import Listed, hub_options, load_member, load_models, load_tokenizer
+from .local_models import Listed, hub_options, load_member, load_models, load_tokenizer, what_is_loaded
 from .quantized import quantization_of, with_quantization
 from .references import Place, check_token, whole_path, with_paths
 from .served import check_served, connect
@@ -190,7 +190,7 @@ class Loading:
         for item in asked.members if is_saved and dtype not in (None, "auto") else ():
             item.dtype = None
         check_served(asked.members, api_key_env, is_saved, allow_remote)
-        check_placement(asked.members, placement, is_saved and not allow_remote)
+        check_placement(asked.members, placement, is_saved, allow_remote)
         found = [
             (item, None) if item.url is not None else checked_member(number, item, hub)
             for number, item in enumerate(asked.members)
@@ -272,9 +272,7 @@ def _load_members(
         item, config, own_dtype, own_map, tokenizer = of_member
         if item.ray is not None and config is not None:
             check_actor(item, config)
-        source = item
-        if not item.is_elsewhere:  # what is elsewhere is a whole member
-            source = dataclasses.replace(item, name=None, eos_token_id=[], chat_template=None, system_prompt=None)
+        source = item if item.is_elsewhere else what_is_loaded(item)  # what is elsewhere is a whole member
         keys.append(repr((source, own_dtype, own_map, id(tokenizer))))
         distinct.setdefault(keys[-1], of_member)
     of_elsewhere = {key: value for key, value in kwargs.items() if key != "max_memory"}  # which is for devices here

@@ -51,10 +51,8 @@ def load_models(
     hub = hub_options(kwargs)
     of_models: dict[str, list[str]] = {}
     for key, (item, _, dtype, device_map, _) in listed.items():
-        alone = _without_adapter(item)
-        options: dict[str, Any] = {"name": None, "eos_token_id": [], "chat_template": None, "system_prompt": None}
         source = dataclasses.replace(
-            alone, tokenizer=None, tokenizer_kwargs=None, dtype=None, device_map=None, **options
+            what_is_loaded(_without_adapter(item)), tokenizer=None, tokenizer_kwargs=None, dtype=None, device_map=None
         )
         shares = can_share(item, hub)
         of_models.setdefault(repr((source, dtype, device_map)) if shares else key, []).append(key)
@@ -92,6 +90,11 @@ def load_member(
     model = _load_model(item, config, dtype, device_map, kwargs)
     loaded = load_tokenizer(item, tokenizer, kwargs)
     return LocalMember(model, loaded, item.name, item.eos_token_id, item.chat_template, item.system_prompt)
+
+
+def what_is_loaded(item: MemberConfig) -> MemberConfig:
+    """The member without what says only how it is used, so that equal ones can be loaded once."""
+    return dataclasses.replace(item, name=None, eos_token_id=[], chat_template=None, system_prompt=None)
 
 
 def _without_adapter(item: MemberConfig) -> MemberConfig:

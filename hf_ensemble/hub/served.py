@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from .. import messages
-from ..config import MemberConfig, last_part
+from ..config import MemberConfig
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ..members.served.member import ServedMember
-
-_TIMEOUT = 120.0
 
 
 def check_served(items: Sequence[MemberConfig], api_key_env: Any, is_saved: bool, allow_remote: bool) -> None:
@@ -97,8 +95,7 @@ def connect(item: MemberConfig, tokenizer: PreTrainedTokenizerBase, hub: Mapping
             config = AutoConfig.from_pretrained(source, trust_remote_code=False, **hub)
         with contextlib.suppress(OSError, ValueError):
             generation_config = GenerationConfig.from_pretrained(source, **hub)
-    name = item.name or last_part(str(item.model))
-    client = HttpClient(name, str(item.url), item.api_key_env, item.timeout or _TIMEOUT)
+    client = HttpClient(item.short_name, str(item.url), item.api_key_env, item.timeout)
     try:
         return ServedMember(
             client,

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..errors import MemberError
+from .. import messages
 from .member_model import MemberModel
 
 
@@ -43,7 +43,7 @@ class EncoderDecoderModel(MemberModel):
         try:
             states = self.model.get_encoder()(input_ids=ids, attention_mask=mask, return_dict=True)[0]
         except Exception as error:
-            raise MemberError(f"member {self.name!r} failed in the forward pass of its encoder: {error}") from error
+            raise messages.failed_pass(self.name, error, "the forward pass of its encoder") from error
         return states, mask
 
     def run_decoder(self, ids: Tensor, encoded: Tensor, source_mask: Tensor, cache: Cache | None) -> Tensor:
@@ -69,6 +69,6 @@ class EncoderDecoderModel(MemberModel):
                 **kwargs,
             ).logits
         except Exception as error:
-            raise MemberError(f"member {self.name!r} failed in its forward pass: {error}") from error
+            raise messages.failed_pass(self.name, error) from error
         self._check_width(logits.shape[-1])
         return logits.to(self.device)

@@ -333,8 +333,8 @@ def end_ids_of(
         extra: Ids that end a text besides.
     """
     sources = (generation_config, config, tokenizer)
-    found: Any = next((i for i in (getattr(source, "eos_token_id", None) for source in sources) if i is not None), [])
-    ids = [int(i) for i in (found if isinstance(found, Iterable) else [found])]
+    found = next((i for i in (getattr(source, "eos_token_id", None) for source in sources) if i is not None), None)
+    ids = ids_in(found)
     tokenizer_eos = tokenizer.eos_token_id
     if tokenizer_eos is not None and ids and tokenizer_eos not in ids:
         messages.warn(
@@ -343,6 +343,11 @@ def end_ids_of(
             "model uses it."
         )
     return [*ids, *extra]
+
+
+def ids_in(given: Any) -> list[int]:
+    """The ids of an option that takes one or several, such as `eos_token_id`; empty for None."""
+    return [] if given is None else list(torch.as_tensor(given).flatten().tolist())
 
 
 def refuse_missing_offers(members: Sequence[Member], config: MethodConfig, participants: Collection[int]) -> None:

@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 from .. import messages
 from ..config import last_part
-from ..errors import ConfigurationError, MemberError
+from ..errors import ConfigurationError
 from .adapted import address_of
 
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
@@ -151,7 +151,7 @@ class MemberModel:
         try:
             logits: Tensor = self.model(**kwargs).logits
         except Exception as error:
-            raise MemberError(f"member {self.name!r} failed in its forward pass: {error}") from error
+            raise messages.failed_pass(self.name, error) from error
         self._check_width(logits.shape[-1])
         return logits[:, -num_logits:].to(self.device)
 

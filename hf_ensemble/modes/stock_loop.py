@@ -287,7 +287,7 @@ class StockLoopHooks:
         try:
             return primary(**kwargs)
         except Exception as error:
-            raise MemberError(f"member {member.name!r} failed in its forward pass: {error}") from error
+            raise messages.failed_pass(member.name, error) from error
 
     def get_input_embeddings(self) -> Any:
         """The primary's input embeddings."""

@@ -17,7 +17,6 @@ from ...errors import MemberError
 from ...members.member import Member
 from ...methods.base import eos_ids_of
 from ...methods.sweetspan import SweetSpanConfig, choose_span
-from ...offers import Offer as Asked
 from ...recording.decisions import Decisions
 from ...recording.spans import SpanCandidate, SpanRound, decisions_of_rounds
 from ...vocabulary.encoding import split_begun_character
@@ -279,4 +278,4 @@ class SpanDecoder:
 
 def _kind_of(member: Member) -> type[Participant]:
     """How a member takes part: by its logits, or by what its server writes and says."""
-    return Participant if Asked.ROWS in member.offers else ServedParticipant
+    return ServedParticipant if member.is_served else Participant

@@ -221,15 +221,14 @@ class HeldMember:
         with _warned() as said:
             self._member = member = self._load()
             self._caches = Caches(member)
-            generation_config = getattr(member.model, "generation_config", None)
             description = Description(
-                config=member.model.config,
-                generation_config=generation_config,
+                config=member.config,
+                generation_config=member.generation_config,
                 eos_token_ids=tuple(member.eos_token_ids),
                 vocab_size=member.vocab_size,
                 max_positions=member.max_positions,
-                dtype=member.model.dtype,
-                num_parameters=member.model.num_parameters(),
+                dtype=member.dtype,
+                num_parameters=member.num_parameters,
                 address=f"process {os.getpid()} on {socket.gethostname()}",
             )
         return Answer(description, tuple(said))

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ...errors import ConfigurationError
-from ..member import OwnAnswer
+from ..member import OwnAnswer, ids_in
 from .completions import WrittenId
 
 _WITHOUT = {
@@ -84,7 +84,7 @@ def request_of(settings: GenerationConfig, seed: int | None, num_free: float) ->
         **sampling_of(settings, seed),
         "max_tokens": max_tokens,
         "min_tokens": min(settings.min_new_tokens or 0, max_tokens),
-        "stop_token_ids": _ends(settings),
+        "stop_token_ids": ids_in(settings.eos_token_id),
     }
     if stop:
         options |= {"stop": [stop] if isinstance(stop, str) else list(stop), "include_stop_str_in_output": True}
@@ -104,14 +104,9 @@ def written_answer(
     """
     ids = tuple(one.id for one in written)
     log_prob = math.fsum(one.log_prob for one in written)
-    if ids[-1] in _ends(settings):
+    if ids[-1] in ids_in(settings.eos_token_id):
         return OwnAnswer(ids, "eos" if is_control(ids[-1]) else "text", log_prob)
     return OwnAnswer(ids, "text" if reason == "stop" else None, log_prob)
-
-
-def _ends(settings: GenerationConfig) -> list[int]:
-    given: Any = settings.eos_token_id
-    return [] if given is None else [int(i) for i in (given if isinstance(given, (list, tuple)) else [given])]
 
 
 def _or(value: Any, default: Any) -> Any:

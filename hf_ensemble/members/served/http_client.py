@@ -30,7 +30,7 @@ MAX_AT_ONCE = 32
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
 """Seconds between tries: twice as many each time, or as many as the server asks for, if those are not too many."""
 
-_CONNECT_TIMEOUT = 10.0
+_TIMEOUT, _CONNECT_TIMEOUT = 120.0, 10.0
 _PASSING = (429, 500, 502, 503, 504)
 """States of a server that may pass. To ask for a completion again is safe: it changes nothing at the server."""
 
@@ -58,17 +58,17 @@ class HttpClient:
         name: Of the member, for errors.
         url: Where the server's paths begin: "http://host:8000/v1".
         api_key_env: Name of the environment variable that holds a key. Default: no key is sent.
-        timeout: Seconds to wait for an answer, or for the next part of one that comes in parts.
+        timeout: Seconds to wait for an answer, or for the next part of one that comes in parts. Default: 120.
 
     Raises:
         ConfigurationError: If `url` is none.
     """
 
-    def __init__(self, name: str, url: str, api_key_env: str | None = None, timeout: float = 120.0):
+    def __init__(self, name: str, url: str, api_key_env: str | None = None, timeout: float | None = None):
         self.name = name
         self.url = checked_url(url, name)
         self.api_key_env = api_key_env
-        self.timeout = timeout
+        self.timeout = timeout or _TIMEOUT
         self._forget_connections()
 
     def __repr__(self) -> str:

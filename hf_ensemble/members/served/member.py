@@ -64,7 +64,6 @@ class ServedMember(Member):
         chat_template: str | None = None,
         system_prompt: str | None = None,
     ):
-        extra = list(extra_eos_token_ids)
         if vocab_size is None and config is not None:
             vocab_size = int(config.get_text_config(decoder=True).vocab_size)
         self._knows_size = vocab_size is not None
@@ -78,7 +77,7 @@ class ServedMember(Member):
         self.generation_config = generation_config
         # Libraries read its width where it is the primary.
         self.config = PreTrainedConfig.from_dict({"vocab_size": vocab_size}) if config is None else config
-        ends = end_ids_of(client.name, generation_config, config, tokenizer, extra)
+        ends = end_ids_of(client.name, generation_config, config, tokenizer, extra_eos_token_ids)
         super().__init__(client.name, tokenizer, vocab_size, ends, chat_template, system_prompt)
         self.server = Completions(client, model, vocab_size if self._knows_size else None)
         limits = check_server(self.server, tokenizer, self.encoder.token_bytes)
