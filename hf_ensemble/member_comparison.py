@@ -149,7 +149,7 @@ def compare_members(
             shared_with_primary=num_shared[m],
             words_cut_alike=_share_alike(counts, cuts[0], cuts[m]),
             tokens_per_word=_mean_number(counts, cuts[m]),
-            context_length=_context_length(member),
+            context_length=member.context_length,
             eos_tokens=tuple(map(str, member.tokenizer.convert_ids_to_tokens(member.eos_token_ids))),
             chat_template=_whose_template([other.tokenizer.chat_template for other in members], m),
             mean_length=lengths[m],
@@ -205,8 +205,3 @@ def _cut(encoder: ByteEncoder, words: Iterable[str]) -> list[tuple[bytes, ...]]:
         tuple(encoder.token_bytes.entry(i) for i in ids or encoder.encode_context_bytes(data))
         for data, ids in zip(spaced, encoder.encode_batch(spaced), strict=True)
     ]
-
-
-def _context_length(member: Member) -> int | None:
-    config = member.config
-    return None if config is None else getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -68,7 +68,7 @@ def _check_steps(member: LocalMember) -> Iterator[Finding]:
 
 def check_together(members: Sequence[Member]) -> Iterator[Finding]:
     """Look at what members are to one another."""
-    lengths = [_context_length(member) for member in members]
+    lengths = [member.context_length for member in members]
     for member in members:
         others = [length for length, other in zip(lengths, members, strict=True) if other is not member and length]
         if member.max_positions is not None and others and member.max_positions < min(others):
@@ -102,8 +102,6 @@ def weight_bytes(member: Member) -> int | None:
 
 def cache_bytes(member: Member, num_tokens: int) -> int | None:
     """Bytes that a row's keys and values take at most; None where the configuration does not say."""
-    if member.config is None:
-        return None
     config = member.config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", None)
     layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
@@ -113,13 +111,6 @@ def cache_bytes(member: Member, num_tokens: int) -> int | None:
     kept = getattr(config, "num_key_value_heads", None) or heads
     num_values = int(2 * layers * kept * width * num_tokens)
     return num_values * member.dtype.itemsize
-
-
-def _context_length(member: Member) -> int | None:
-    if member.config is None:
-        return member.max_positions
-    length: int | None = getattr(member.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return length
 
 
 def _are_equal(one: Member, other: Member) -> bool:

@@ -51,6 +51,7 @@ class LocalMember(MemberModel, Member):
 
     offers = ALL_OFFERS
     kind = "a causal language model of this process"
+    runs_in_loop = True
     cache_modes: ClassVar[Sequence[str]] = CACHE_MODES
     """Modes that its cache may have, the fastest first and `recompute` last."""
 

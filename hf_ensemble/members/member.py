@@ -101,7 +101,7 @@ class Member(TokenizedMember, ABC):
     Attributes:
         offers: What it can be asked for.
         model: The model, where it is a causal one of this process; None elsewhere.
-        config: The model's configuration; None where nobody knows it.
+        config: The model's configuration; of a served one maybe no more than its size.
         generation_config: The model's generation config; None where there is none.
         encoder: Which of its ids write given bytes.
         renderer: How it reads a conversation.
@@ -111,12 +111,14 @@ class Member(TokenizedMember, ABC):
     """
 
     offers: ClassVar[frozenset[Offer]]
+    runs_in_loop: ClassVar[bool] = False
+    """Whether it can be the primary whose passes the stock loop runs; else its own state runs it at every step."""
     is_served: ClassVar[bool] = False
     """Whether it is behind a server, which is asked by requests."""
     writes_by_itself: ClassVar[bool] = False
     """Whether it writes whole answers otherwise than as an ensemble of one."""
     model: Any = None
-    config: PreTrainedConfig | None
+    config: PreTrainedConfig
     generation_config: GenerationConfig | None
 
     # What it is
@@ -150,6 +152,12 @@ class Member(TokenizedMember, ABC):
     def max_length(self) -> float:
         """`max_positions` as a number to compare with: infinite where nothing breaks beyond a length."""
         return math.inf if self.max_positions is None else self.max_positions
+
+    @property
+    def context_length(self) -> int | None:
+        """For how many ids its model was made; None where its configuration does not say."""
+        length: int | None = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return length
 
     @property
     def is_captured(self) -> bool:
@@ -199,11 +207,6 @@ class Member(TokenizedMember, ABC):
             ConfigurationError: If there are such.
         """
         return
-
-    @property
-    def runs_in_loop(self) -> bool:
-        """Whether it can be the primary whose passes the stock loop runs; else its own state runs it at every step."""
-        return self.model is not None
 
     def accepts(self, keyword: str) -> bool:
         """Whether the model's forward has a parameter of this name, where the stock loop runs it."""

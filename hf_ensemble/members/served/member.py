@@ -45,7 +45,6 @@ class ServedMember(Member):
 
     offers = frozenset({Offer.ENTRIES, Offer.SPANS, Offer.ANSWERS, Offer.LIKELIHOODS, Offer.PRIMARY})
     kind = "a model behind a server"
-    runs_in_loop = False
     is_served = True
     writes_by_itself = True
     device = torch.device("cpu")
