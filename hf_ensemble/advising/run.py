@@ -57,7 +57,7 @@ def advise(
 ) -> Advice:
     """Say whether an ensemble of these members pays: try it on examples like those that it is for.
 
-    1. Every member runs alone (`evaluate`), which tells the best, who comes near (`select_members`) and where they differ.
+    1. Every member runs alone (`evaluate`), which tells the best, those close to it (`select_members`) and where they differ.
     2. The methods run with equal weights: on the best two that differ, and on all that come near if these are more. A vote and
        minimum Bayes risk take three.
     3. Weights are tried for the best of the methods that take some: by the members' values (`weights_from_scores`), and
