@@ -3,33 +3,20 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from .cached_rows import CachedRows
+from .encoder_decoder_model import EncoderDecoderModel
 from .repacked_cache import RoomyLayer
 from .source import SourceStart
 
 _States = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer, of shape `(num_rows, num_heads, length, width)`."""
-
-
-class SourcedModel(Protocol):
-    """An encoder-decoder model, as its caches see it."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where its ids go."""
-
-    def run_encoder(self, sources: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Run the encoder: its states, of shape `(num_sources, longest, width)`, and 1 where a source has an id."""
-
-    def run_decoder(self, ids: Tensor, encoded: Tensor, source_mask: Tensor, cache: Cache | None) -> Tensor:
-        """Run the decoder on new ids, of shape `(num_rows, num_new)`: logits, `(num_rows, num_new, vocab_size)`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +59,7 @@ class AlignedRows(CachedRows):
         mode: `aligned`, or `recompute` for a decoder without a cache.
     """
 
-    def __init__(self, model: SourcedModel, num_rows: int, mode: str = "aligned"):
+    def __init__(self, model: EncoderDecoderModel, num_rows: int, mode: str = "aligned"):
         super().__init__(num_rows)
         self.mode = mode
         self._model = model

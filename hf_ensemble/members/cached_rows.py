@@ -11,7 +11,7 @@ from ..vocabulary.context import num_common
 from .entries import Entries, EntryIds
 
 CACHE_MODES = ("static", "repack", "row_chunks", "row_tokens", "recompute")
-"""How caches can follow a text, the fastest first; see `Member.cache_mode`."""
+"""How caches can follow a text, the fastest first; see `LocalMember.cache_mode`."""
 
 AHEAD = -1
 """Stands for a cached id that the host does not know yet: the text says what it is when it is read next."""
@@ -24,7 +24,7 @@ class CachedRows(ABC):
         num_rows: Number of rows.
 
     Attributes:
-        mode: The cache mode; see `Member.cache_mode`.
+        mode: The cache mode; see `LocalMember.cache_mode`.
         cached: The ids of each row that are in its cache. Nothing else says how much of a text is cached: what a text
             has in common with them need not be computed again.
         can_be_cut: Whether rows roll back to any length without being read anew.
