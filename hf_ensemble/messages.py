@@ -125,6 +125,19 @@ def no_position_left(name: str, limit: int | None, row: int, num_new: int) -> st
     return f"row {row} ends after {num_new} new ids: member {name!r} has positions for {limit} ids only."
 
 
+def not_installed(what: str, package: str, extra: str) -> ConfigurationError:
+    """The error for a package that is missing.
+
+    Args:
+        what: What needs it: "member 'a' is to run in a Ray actor".
+        package: The package, by the name under which it is installed.
+        extra: The extra of this package that brings it.
+    """
+    return ConfigurationError(
+        f'{what}, but `{package}` is not installed: `pip install "hf_ensemble[{extra}]"` or `pip install {package}`.'
+    )
+
+
 def python_tokenizer(name: str, class_name: str) -> VocabularyError:
     """Make the error for a tokenizer that is SentencePiece models and Python code around them."""
     return VocabularyError(

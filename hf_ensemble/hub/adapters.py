@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .. import messages
 from ..config import MemberConfig
 from ..errors import ConfigurationError
 from ..members.adapted import (
@@ -102,10 +103,7 @@ def _checked_config(item: MemberConfig, file: str) -> dict[str, Any]:
     try:
         import peft
     except ImportError as error:
-        raise ConfigurationError(
-            f'{what}, which is loaded with `peft`, which is not installed: `pip install "hf_ensemble[adapters]"` or `pip '
-            "install peft`."
-        ) from error
+        raise messages.not_installed(what, "peft", "adapters") from error
     try:
         config: dict[str, Any] = json.loads(Path(file).read_text("utf-8"))
         kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]]

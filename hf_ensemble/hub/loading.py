@@ -30,6 +30,7 @@ from .adapters import check_adapters
 from .finding import checked_member, read_source
 from .in_place import finish_writing
 from .local_models import Listed, hub_options, load_member, load_models, load_tokenizer, what_is_loaded
+from .per_member import per_member
 from .quantized import quantization_of, with_quantization
 from .references import Place, check_token, whole_path, with_paths
 from .served import check_served, connect
@@ -263,9 +264,9 @@ def _load_members(
             weights cannot be read, or an actor or a server cannot be had.
         VocabularyError: If a tokenizer is missing.
     """
-    dtypes = _per_member("dtype", dtype, [item.dtype for item in items])
-    device_maps = _per_member("device_map", device_map, [item.device_map for item in items])
-    given = _per_member("tokenizers", None if tokenizers is None else list(tokenizers), [None] * len(items))
+    dtypes = per_member("dtype", dtype, [item.dtype for item in items])
+    device_maps = per_member("device_map", device_map, [item.device_map for item in items])
+    given = per_member("tokenizers", None if tokenizers is None else list(tokenizers), [None] * len(items))
     keys = []
     distinct: dict[str, Listed] = {}
     for of_member in zip(items, configs, dtypes, device_maps, given, strict=True):
@@ -299,12 +300,3 @@ def _load_members(
         if tokenizer is not None:
             item.tokenizer = getattr(tokenizer, "name_or_path", None) or str(tokenizer)
     return [loaded[key] for key in keys]
-
-
-def _per_member(name: str, value: Any, own: Sequence[Any]) -> list[Any]:
-    """An option for each member: as a list says, else as the member says itself, else as is said for all."""
-    if not isinstance(value, (list, tuple)):
-        return [value if one is None else one for one in own]
-    if len(value) != len(own):
-        raise messages.wrong_count(name, len(value), len(own))
-    return list(value)

@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from .. import messages
 from ..config import MemberConfig
 from ..errors import ConfigurationError
+from .per_member import listed
 from .references import name_of
 
 _PACKAGES = ("bitsandbytes", "gguf", "torchao")
@@ -23,19 +23,16 @@ def with_quantization(items: Sequence[MemberConfig], given: Any, is_saved: bool)
 
     Args:
         items: The members.
-        given: A quantisation for all that are loaded and say none themselves, or a list with one per member; None for as they say.
-        is_saved: Whether the members are a saved ensemble's: then what is given for all counts more than what they say.
+        given: A quantisation for all members that are loaded and name none, or a list with one per member; None for nothing.
+        is_saved: Whether the members are a saved ensemble's: then what is given for all counts more than what they name.
 
     Raises:
         ConfigurationError: If the list does not have one entry per member, or an entry is no quantisation.
     """
     if given is None:
         return list(items)
-    if isinstance(given, (list, tuple)):
-        if len(given) != len(items):
-            raise messages.wrong_count("quantization_config", len(given), len(items))
-        asked = list(given)
-    else:
+    asked = listed("quantization_config", given, len(items))
+    if asked is None:
         takes = [item.url is None and (is_saved or item.quantization_config is None) for item in items]
         asked = [given if one else item.quantization_config for item, one in zip(items, takes, strict=True)]
     return [dataclasses.replace(item, quantization_config=one) for item, one in zip(items, asked, strict=True)]

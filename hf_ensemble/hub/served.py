@@ -10,6 +10,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from .. import messages
 from ..config import MemberConfig
 from ..errors import ConfigurationError
+from .per_member import listed
 
 if TYPE_CHECKING:
     from ..members.served.member import ServedMember
@@ -38,20 +39,14 @@ def check_served(items: Sequence[MemberConfig], api_key_env: Any, is_saved: bool
         try:
             import httpx2  # noqa: F401
         except ImportError as error:
-            raise ConfigurationError(
-                f"member {number} is behind a server, which is reached with `httpx2`, which is not installed: "
-                '`pip install "hf_ensemble[served]"` or `pip install httpx2`.'
-            ) from error
+            raise messages.not_installed(f"member {number} is behind a server", "httpx2", "served") from error
     _take_keys(items, api_key_env, is_saved)
 
 
 def _take_keys(items: Sequence[MemberConfig], given: Any, is_saved: bool) -> None:
     """Take in the names of keys. Those that a saved ensemble names are sent only if the caller names them too."""
-    if isinstance(given, (list, tuple)):
-        if len(given) != len(items):
-            raise messages.wrong_count("api_key_env", len(given), len(items))
-        names = list(given)
-    else:
+    names = listed("api_key_env", given, len(items))
+    if names is None:
         names = [None if item.api_key_env is None else given for item in items]
         if given is not None and not any(names):
             raise ConfigurationError(

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import messages
 from ..config import METHODS, MethodConfig
-from ..errors import ConfigurationError
 from ..members.member import Member
 from ..mixing import normalize_, put_eos
 from ..vocabulary.alignment import load_or_build_nearest
@@ -31,10 +31,7 @@ class MinedConfig(MethodConfig):
         try:
             import rapidfuzz  # noqa: F401
         except ImportError as error:
-            raise ConfigurationError(
-                "method 'mined' computes edit distances with `rapidfuzz`, which is not installed: "
-                '`pip install "hf_ensemble[mined]"` or `pip install rapidfuzz`.'
-            ) from error
+            raise messages.not_installed("method 'mined' computes edit distances", "rapidfuzz", "mined") from error
 
     def build(
         self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device

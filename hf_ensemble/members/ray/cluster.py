@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from ... import messages
 from ...errors import ConfigurationError
 
 _lock = threading.Lock()
@@ -14,7 +15,7 @@ _users = 0
 
 
 def join(name: str) -> Any:
-    """Join the Ray that runs, or start one, and give the module.
+    """Join the Ray that runs, or start one.
 
     A Ray that somebody else has started stays when we are through.
 
@@ -31,10 +32,7 @@ def join(name: str) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigurationError(
-            f'member {name!r} is to run in a Ray actor, but `ray` is not installed: `pip install "hf_ensemble[ray]"` or '
-            "`pip install ray`."
-        ) from error
+        raise messages.not_installed(f"member {name!r} is to run in a Ray actor", "ray", "ray") from error
     with _lock:
         if not ray.is_initialized():
             _start(ray, name)

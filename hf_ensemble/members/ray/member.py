@@ -91,8 +91,7 @@ class RayMember(Member):
             self.link.close()
             raise ConfigurationError(
                 f"member {self.name!r} cannot be restarted: what lies where it was loaded from is another model now, of "
-                f"{found.vocab_size} ids and {found.num_parameters} weights, not {self._known.vocab_size} and "
-                f"{self._known.num_parameters}. Make the ensemble anew."
+                f"{_of_model(found)}, not {_of_model(self._known)}. Make the ensemble anew."
             )
         self._known = found
         for name in ("_input_embeddings", "_output_embeddings", "cache_mode"):
@@ -181,9 +180,9 @@ class RayMember(Member):
         return layer
 
 
-def _of_model(description: Description) -> tuple[Any, ...]:
-    """What a model that is loaded anew has to have in common with the one before."""
-    return description.vocab_size, description.num_parameters, description.dtype, description.eos_token_ids
+def _of_model(known: Description) -> str:
+    """What a model that is loaded anew has to have in common with the one before, as errors say it."""
+    return f"{known.vocab_size} ids, {known.num_parameters} weights, {known.dtype} and EOS {list(known.eos_token_ids)}"
 
 
 def _close(links: list[ActorLink]) -> None:

@@ -1,0 +1,39 @@
+"""Options of loading that are given once for all members, or as a list with one per member."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .. import messages
+
+
+def listed(name: str, given: Any, count: int) -> list[Any] | None:
+    """The entries of a list with one per member; None for what is given for all.
+
+    Args:
+        name: The option's name.
+        given: What was given.
+        count: Number of members.
+
+    Raises:
+        ConfigurationError: If the list has another length.
+    """
+    if not isinstance(given, (list, tuple)):
+        return None
+    if len(given) != count:
+        raise messages.wrong_count(name, len(given), count)
+    return list(given)
+
+
+def per_member(name: str, given: Any, own: Sequence[Any]) -> list[Any]:
+    """An option for each member: as a list says, else as the member says itself, else as is said for all.
+
+    Args:
+        name: The option's name.
+        given: What was given.
+        own: What each member says itself; None for nothing.
+
+    Raises:
+        ConfigurationError: If a list does not have one entry per member.
+    """
+    entries = listed(name, given, len(own))
+    return [given if one is None else one for one in own] if entries is None else entries
