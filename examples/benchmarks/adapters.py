@@ -19,6 +19,7 @@ from texts import text_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_ensemble import EnsembleForCausalLM, MemberConfig
+from hf_ensemble.members.member_model import tensors_of
 
 
 def make_adapters(model: str, folder: Path, count: int) -> list[str]:
@@ -44,10 +45,8 @@ def make_adapters(model: str, folder: Path, count: int) -> list[str]:
 
 
 def megabytes(ensemble: EnsembleForCausalLM) -> float:
-    """Of all members' tensors, each storage counted once."""
-    tensors = [tensor for model in ensemble.members for tensor in (*model.parameters(), *model.buffers())]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values()) / 1e6
+    """Of all members' weights and buffers, those that are shared once."""
+    return sum(tensor.nbytes for tensor in tensors_of(ensemble.members)) / 1e6
 
 
 def main() -> None:

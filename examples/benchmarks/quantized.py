@@ -20,6 +20,7 @@ from report import milliseconds, print_heads, print_row, setting
 from texts import PROMPT, QUESTIONS, TEXT
 
 from hf_ensemble import EnsembleForCausalLM
+from hf_ensemble.members.member_model import tensors_of
 
 KINDS = ("bfloat16", "torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsandbytes-int4")
 PROMPTS = (PROMPT, QUESTIONS, "The capital of France is", "Water boils at", "Once upon a time", "def add(a, b):")
@@ -49,20 +50,8 @@ def quantisation(kind: str) -> Any:
 
 
 def megabytes(ensemble: EnsembleForCausalLM) -> float:
-    """Of all members' tensors, each storage counted once; those that a quantiser packed a weight into, too."""
-    storages: dict[int, int] = {}
-
-    def add(tensor: torch.Tensor) -> None:
-        if hasattr(tensor, "__tensor_flatten__"):
-            for name in tensor.__tensor_flatten__()[0]:
-                add(getattr(tensor, name))
-        else:
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-
-    for model in ensemble.members:
-        for tensor in (*model.parameters(), *model.buffers()):
-            add(tensor)
-    return sum(storages.values()) / 1e6
+    """Of all members' weights and buffers, those that are shared once."""
+    return sum(tensor.nbytes for tensor in tensors_of(ensemble.members)) / 1e6
 
 
 def bits_per_byte(ensemble: EnsembleForCausalLM, text: str) -> float:

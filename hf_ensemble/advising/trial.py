@@ -16,6 +16,7 @@ from ..errors import ConfigurationError
 from ..evaluation import Configuration, Evaluation, EvaluationSet, evaluate
 from ..evaluation.estimates import Estimate, ratio
 from ..evaluation.measures import measure_of
+from ..members.member_model import tensors_of
 from ..model import EnsembleForCausalLM
 from ..tables import spelled
 from .honest_gain import first_near_best, honest_gain
@@ -194,9 +195,7 @@ class Trial:
 
     def num_bytes(self, members: Sequence[int]) -> int:
         """Bytes of members' weights, shared ones once."""
-        models = [self.ensemble.members[m] for m in members]
-        weights = {tensor.data_ptr(): tensor for model in models for tensor in model.parameters()}
-        return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        return sum(tensor.nbytes for tensor in tensors_of(self.ensemble.members[m] for m in members))
 
 
 def _made(folder: str | PathLike[str]) -> Path:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from ..errors import EnsembleError
 from ..members.local import LocalMember
 from ..members.member import Member, RowPrompt
+from ..members.member_model import tensors_of
 from ..members.state import MemberState, PlainContext
 from .findings import Finding
 
@@ -95,9 +96,7 @@ def weight_bytes(member: Member) -> int | None:
     """Bytes of a member's weights in this process; None where they are elsewhere."""
     if member.model is None:
         return None
-    weights = {id(weight): weight for weight in (*member.model.parameters(), *member.model.buffers())}
-    size: int = sum(weight.numel() * weight.element_size() for weight in weights.values())
-    return size
+    return sum(tensor.nbytes for tensor in tensors_of([member.model]))
 
 
 def cache_bytes(member: Member, num_tokens: int) -> int | None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import MemberConfig
 from ..errors import ConfigurationError
-from ..members.member_model import plain_tensors
+from ..members.member_model import tensors_of
 from .finding import model_class
 
 _PLANNED = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -79,12 +79,10 @@ def remaining_memory(max_memory: Mapping[Any, Any], models: Sequence[PreTrainedM
         Bytes by device.
     """
     left = free_memory(max_memory)
-    # Members may share weights.
-    for weight in {id(weight): weight for model in models for weight in model.parameters()}.values():
-        for tensor in plain_tensors(weight):
-            key = _key(tensor.device)
-            if key in left:
-                left[key] = max(0, left[key] - tensor.numel() * tensor.element_size())
+    for tensor in tensors_of(models):
+        key = _key(tensor.device)
+        if key in left:
+            left[key] = max(0, left[key] - tensor.nbytes)
     return left
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -196,6 +197,12 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     return [part for name in tensor.__tensor_flatten__()[0] for part in plain_tensors(getattr(tensor, name))]
+
+
+def tensors_of(models: Iterable[torch.nn.Module]) -> list[Tensor]:
+    """The tensors that hold the numbers of models' weights and buffers, each once."""
+    weights = {id(weight): weight for model in models for weight in (*model.parameters(), *model.buffers())}
+    return [tensor for weight in weights.values() for tensor in plain_tensors(weight)]
 
 
 def _is_offloaded(model: torch.nn.Module) -> bool:

@@ -183,8 +183,9 @@ def test_memory_that_is_allowed_is_for_all_members_together(pair, plans):
     """H1: A second member may take what the first has left."""
     first, second = sizes_of(pair)
     plans.clear()
-    EnsembleForCausalLM.from_pretrained(pair, device_map="auto", max_memory={"cpu": first + second + 10})
-    assert [plan["max_memory"]["cpu"] for plan in plans] == [first + second + 10, second + 10]
+    ensemble = EnsembleForCausalLM.from_pretrained(pair, device_map="auto", max_memory={"cpu": first + second + 99})
+    buffers = sum(buffer.nbytes for buffer in ensemble.members[0].buffers())
+    assert [plan["max_memory"]["cpu"] for plan in plans] == [first + second + 99, second + 99 - buffers]
     plans.clear()
     EnsembleForCausalLM.from_pretrained([pair[0]] * 2, device_map="auto", max_memory={"cpu": first})
     assert len(plans) == 1

@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 from tokenizers import Regex, normalizers, processors
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_ensemble import EnsembleForCausalLM, MemberConfig
 from hf_ensemble.cli import main
+from hf_ensemble.members.member_model import tensors_of
 from tests import tiny
 
 pytestmark = pytest.mark.filterwarnings(
@@ -170,6 +172,16 @@ def test_the_report_says_how_each_member_runs():
     assert (state.name, state.runs, state.steps) == ("one", "float32 on cpu", "cache mode 'repack'")
     assert state.reads == ("turns", "system turns")
     assert "nothing found" in str(ensemble.check())
+
+
+def test_packed_weights_count_as_what_they_are_packed_into():
+    """By the numbers that lie in memory, each once; and not by the dtype that a packed weight claims to have."""
+    plain, tied = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 2, bias=False)
+    tied.weight = plain.weight
+    packed = torch.nn.Linear(3, 2, bias=False)
+    packed.weight = torch.nn.Parameter(TwoTensor(torch.zeros(2, 3), torch.zeros(2, 3)))
+    packed.register_buffer("scale", torch.zeros(2, dtype=torch.float16))
+    assert sum(tensor.nbytes for tensor in tensors_of([plain, tied, packed, packed])) == 6 * 4 + 2 * 6 * 4 + 2 * 2
 
 
 def test_what_a_template_reads_is_seen():
