@@ -82,7 +82,7 @@ class MemberConfig:
 
     quantization_config: Any = None
     """How the weights are quantised while they are loaded: a configuration of `transformers` (`TorchAoConfig`,
-    `BitsAndBytesConfig`, …) or its dictionary, which is what is kept. None: as they lie."""
+    `BitsAndBytesConfig`, …) or its dictionary, which is what is kept. None: as they are stored."""
 
     ray: dict[str, Any] | None = None
     """The member runs in a Ray actor with these options, as for Ray's `.options(...)`: `num_cpus`, `num_gpus`, `memory`,
@@ -251,8 +251,8 @@ def _check_served_options(item: MemberConfig) -> None:
         )
     if item.api_key_env is not None and not item.api_key_env.isidentifier():
         raise ConfigurationError(
-            "a member's `api_key_env` has to be the name of an environment variable, such as 'SERVER_KEY', and is none. It is "
-            "not shown here, in case that it is the key itself."
+            "a member's `api_key_env` has to be the name of an environment variable, such as 'SERVER_KEY', but is no name. It "
+            "is not shown here: it may be the key itself."
         )
     if item.timeout is not None and not (is_number(item.timeout) and item.timeout > 0):
         raise ConfigurationError(

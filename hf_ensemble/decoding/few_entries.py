@@ -73,8 +73,8 @@ class FewEntries:
             starts: Those of them in which a text begins, where entries of some members have lost a leading space.
         """
         found = list(found)
-        for member, entries in self._entries.items():
-            found[member] = self._spread(member, entries)
+        for member in self._entries:
+            found[member] = self._spread(member)
         if not self._entries:
             return found
         asked = self._method.asked(found, needed, self._contenders)
@@ -134,11 +134,12 @@ class FewEntries:
         for member, rows in waiting.items():
             more = self._placed(self._states[member].logits_of(), rows)
             self._entries[member] = self._entries[member].beside(more)
-            found[member] = self._spread(member, self._entries[member])
+            found[member] = self._spread(member)
         return found
 
-    def _spread(self, member: int, entries: Entries) -> Tensor:
-        return entries.spread(self._members[member].vocab_size, self._device)
+    def _spread(self, member: int) -> Tensor:
+        """A member's rows of logits, as far as they are known."""
+        return self._entries[member].spread(self._members[member].vocab_size, self._device)
 
     def _placed(self, entries: Entries, rows: Sequence[int]) -> Entries:
         """Entries of some rows among all."""

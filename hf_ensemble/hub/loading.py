@@ -154,7 +154,7 @@ class Loading:
             device_map: Where the weights go, as in `transformers`: one value for all members, or a list.
             tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
             quantization_config: How weights are quantised while they are loaded: one `TorchAoConfig`, `BitsAndBytesConfig`
-                or the like for all members that name none themselves, or a list with one per member (None: as they lie).
+                or the like for all members that name none themselves, or a list with one per member (None: as they are stored).
                 Default: as saved.
             placement: `"ray"`: every member runs in a Ray actor, also where its `MemberConfig` does not say so. Needs `ray`.
             allow_remote: Whether a saved ensemble may start actors and reach servers, as it says itself. Members that you

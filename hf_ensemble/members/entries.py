@@ -53,12 +53,8 @@ class Entries:
         """Rows of logits, of shape `(num_rows, width)`: `-inf` for ids that are not here, and 0 in a row without any."""
         rows = torch.full((len(self.ids), width), -torch.inf, device=device)
         rows[(self.ids < 0).all(-1).nonzero()[:, 0].to(rows.device)] = 0.0
-        self.put_into(rows)
-        return rows
-
-    def put_into(self, rows: Tensor) -> None:
-        """Put them into rows of logits of any device, of shape `(num_rows, width)`, which are changed."""
-        # What is where is found here: on a GPU somebody would wait for it.
+        # What is where is found on the CPU: on a GPU somebody would wait for it.
         row, place = (self.ids >= 0).nonzero(as_tuple=True)
         at = row.to(rows.device), self.ids[row, place].to(rows.device)
         rows[at] = self.logits[row, place].to(rows.device)
+        return rows

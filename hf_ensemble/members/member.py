@@ -21,7 +21,7 @@ from .tokenized import TokenizedMember
 
 @dataclass(frozen=True)
 class RowPrompt:
-    """The prompt of one row, of which every kind of member reads what is meant for it.
+    """The prompt of one row. Each kind of member reads the part that is meant for it.
 
     Attributes:
         text: What the primary's ids write.
@@ -54,12 +54,12 @@ class OwnAnswer:
 
 @dataclass(frozen=True)
 class OwnText:
-    """A text of which a member is asked how likely it is.
+    """A text whose likelihood a member is asked for.
 
     Attributes:
         prompt: Ids that stand before it, at least one.
         ids: Its ids.
-        end_ids: Ids of which any has to follow it; None where nothing has to.
+        end_ids: Ids one of which has to follow it; None where it need not end.
         where: What errors call it: "in continuation 3".
     """
 
@@ -85,8 +85,8 @@ class OwnLikelihood:
 class Member(TokenizedMember, ABC):
     """A language model with its tokenizer, as an ensemble sees it.
 
-    What differs between kinds of members (a model of this process, one with an encoder, one elsewhere) stands in a file a
-    kind. What can be asked of a member is in `offers`; asking for more is refused before anything runs.
+    Each kind (a model of this process, one with an encoder, one elsewhere) has a file of its own. What can be asked of a
+    member is in `offers`; asking for more is refused before anything runs.
 
     Neither the model nor the tokenizer, nor their configurations, are ever changed.
 
@@ -116,7 +116,7 @@ class Member(TokenizedMember, ABC):
     is_served: ClassVar[bool] = False
     """Whether it is behind a server, which is asked by requests."""
     writes_by_itself: ClassVar[bool] = False
-    """Whether it writes whole answers otherwise than as an ensemble of one."""
+    """Whether it writes whole answers by itself, not as an ensemble of one."""
     model: Any = None
     config: PreTrainedConfig
     generation_config: GenerationConfig | None
@@ -213,7 +213,7 @@ class Member(TokenizedMember, ABC):
         return False
 
     def sends_entries(self, needs_whole_rows: bool) -> bool:
-        """Whether it sends few entries where these will do: so members do from which rows travel far, or that have none.
+        """Whether it sends few entries where these will do, since its rows travel far or it has none.
 
         Args:
             needs_whole_rows: Whether somebody reads more than the entries that a method asks for.
@@ -222,7 +222,7 @@ class Member(TokenizedMember, ABC):
 
     @property
     def at_text_start(self) -> "Member | None":
-        """The member as it is where a text begins and a first word takes no space; None for one that is as anywhere."""
+        """The member as it is where a text begins and a first word takes no space; None where that changes nothing."""
         return None
 
     # What it reads and computes
@@ -283,7 +283,7 @@ class Member(TokenizedMember, ABC):
         raise NotImplementedError
 
     def likelihoods(self, texts: Sequence[OwnText]) -> list[OwnLikelihood] | None:
-        """Say how likely texts are, where the member does so otherwise than by its logits.
+        """Say how likely texts are, where the member says so itself and not by its logits.
 
         Args:
             texts: The texts.

@@ -242,7 +242,7 @@ def join_members(members: Sequence[Any]) -> None:
                 member.shared = shared
 
 
-def run_together(member: Any, others: Iterable[Any]) -> bool:
+def can_share_pass(member: Any, others: Iterable[Any]) -> bool:
     """Whether a step of a member can be part of one forward pass with a step of some of the others."""
     shared = getattr(member, "shared", None)
     is_beside = any(other is not member and getattr(other, "shared", None) is shared for other in others)

@@ -12,7 +12,7 @@ from ..decoding.refusals import Obstacle, refuse
 from ..decoding.row_processors import split_at_warpers, without_padding
 from ..decoding.token_decoder import TokenDecoder
 from ..errors import ConfigurationError
-from ..members.shared_weights import run_together
+from ..members.shared_weights import can_share_pass
 from ..methods.base import TokenMethod
 from ..recording.recorder import DecisionRecorder
 from ..scoring.likelihoods import Batch, Found
@@ -115,7 +115,7 @@ class TokenMode(Mode):
     def _primary_can_wait(self, method: TokenMethod) -> bool:
         """Whether the primary need not run in the decoding loop.
 
-        So where not every step needs it, its steps are captured, or they are part of others'.
+        Some steps do without it, its steps are captured, or they are part of others' forward passes.
         """
         call = self.call
         if not call.members[0].runs_in_loop:
@@ -126,7 +126,7 @@ class TokenMode(Mode):
         if call.needs_stock_passes:
             return False
         others = [call.members[n] for n in call.participants]
-        return not needs_it or call.members[0].is_captured or run_together(call.members[0], others)
+        return not needs_it or call.members[0].is_captured or can_share_pass(call.members[0], others)
 
 
 def _refuse_processors(stock: Sequence[LogitsProcessor]) -> None:

@@ -224,7 +224,7 @@ class Completions:
         """The one choice of an answer."""
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            raise self._error(where, "its answer has not the one entry in `choices` that was asked for.")
+            raise self._error(where, "its answer lacks the one entry in `choices` that was asked for.")
         if answer.get("model") != self.model:
             raise self._error(where, f"it answered for the model {answer.get('model')!r:.100}, not {self.model!r}.")
         return choices[0]

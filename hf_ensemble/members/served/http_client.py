@@ -1,4 +1,4 @@
-"""Requests to a server: connections are kept, what failed in passing is asked again, keys are shown nowhere."""
+"""Requests to a server: connections are kept, trouble that may pass is tried again, keys are shown nowhere."""
 
 import contextlib
 import email.utils
@@ -32,7 +32,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
 
 _TIMEOUT, _CONNECT_TIMEOUT = 120.0, 10.0
 _PASSING = (429, 500, 502, 503, 504)
-"""States of a server that may pass. To ask for a completion again is safe: it changes nothing at the server."""
+"""Statuses of trouble that may pass. To ask for a completion again is safe: it changes nothing at the server."""
 
 _DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 _LONGEST_REASON = 300
