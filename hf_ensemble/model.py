@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from .hub.saving import Saving
 from .member_comparison import CompatibilityReport, compare_members
 from .members.member import Member, refuse_missing_offers
 from .modes import mode_for_generate, mode_of
+from .modes.base import Mode
 from .modes.options import take_options
 from .modes.stock_loop import StockLoopHooks
 from .offers import Offer
@@ -332,27 +333,49 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             "inputs_embeds": kwargs.get("inputs_embeds"),
             "labels": kwargs.get("labels"),
         }
+
+        def mode_for(call: Call) -> Mode:
+            refuse_for_ensembles(call.settings, kwargs, refused)
+            if output_decisions:
+                refuse_without_output(call.settings)
+                check_positive_integer("num_decision_entries", num_decision_entries)
+                call.num_decision_entries = num_decision_entries
+            return mode_for_generate(call, speculation)
+
         try:
             call = self.new_call(method, weights)
             call.seed, call.arguments = seed, arguments
-            take_options(self, call, generation_config, kwargs)
-            settings = call.settings
-            refuse_for_ensembles(settings, kwargs, refused)
-            if output_decisions:
-                refuse_without_output(settings)
-                check_positive_integer("num_decision_entries", num_decision_entries)
-                call.num_decision_entries = num_decision_entries
-            mode = mode_for_generate(call, speculation)
-            inputs = take_prompt(call, inputs, kwargs, member_prompts)
-            if settings.stop_strings is not None and kwargs.get("tokenizer") is None:
-                kwargs["tokenizer"] = self.tokenizer
-            return mode.run(self, inputs, {**arguments, **kwargs})
+            return self.run_call(call, mode_for, inputs, kwargs, member_prompts)
         except BaseException:
             if streamer is not None:
                 # So its readers never hang; what failed is what is seen, also if the streamer (its event loop) fails too.
                 with contextlib.suppress(Exception):
                     streamer.end()
             raise
+
+    def run_call(
+        self,
+        call: Call,
+        mode_for: Callable[[Call], Mode],
+        inputs: Tensor | None,
+        kwargs: dict[str, Any],
+        member_prompts: Sequence[Any] | None = None,
+    ) -> Any:
+        """Run a call that has its arguments, in a mode that is chosen once its options are known; for modes only.
+
+        Args:
+            call: The call.
+            mode_for: Gives the mode, or refuses.
+            inputs: As in `generate`.
+            kwargs: Generation options and the primary's inputs, as in `generate`.
+            member_prompts: As in `generate`.
+        """
+        take_options(self, call, call.arguments.get("generation_config"), kwargs)
+        mode = mode_for(call)
+        inputs = take_prompt(call, inputs, kwargs, member_prompts)
+        if call.settings.stop_strings is not None and kwargs.get("tokenizer") is None:
+            kwargs["tokenizer"] = self.tokenizer
+        return mode.run(self, inputs, {**call.arguments, **kwargs})
 
     def check_options(
         self, *, method: str | MethodConfig | None = None, weights: WeightsLike | None = None, **options: Any

@@ -42,6 +42,22 @@ class Draws:
             return int(torch.randint(2**63 - 1, ()))
         return seed_of(self._seeds[row], *parts)
 
+    def join(self, other: "Draws") -> None:
+        """Let the rows of other draws stand after these; both have generators of their own."""
+        assert self._seeds is not None
+        assert other._seeds is not None
+        count = len(self._seeds)
+        self._seeds = [*self._seeds, *other._seeds]
+        self._generators |= {(count + row, device): own for (row, device), own in other._generators.items()}
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Let row n draw on as what was row `rows[n]`; the others end."""
+        assert self._seeds is not None
+        self._seeds = [self._seeds[row] for row in rows]
+        place_of = {row: place for place, row in enumerate(rows)}
+        kept = self._generators.items()
+        self._generators = {(place_of[row], device): own for (row, device), own in kept if row in place_of}
+
     def choose(self, probs: Tensor, rows: Sequence[int | None]) -> Tensor:
         """Draw one entry from every distribution.
 

@@ -25,6 +25,7 @@ class FewEntries:
         num_rows: Number of rows, ended ones included.
 
     Attributes:
+        num_rows: Number of rows.
         normalizers: By member that was heard, logsumexp of all its logits, of shape `(num_rows,)`; None where it did not
             say.
     """
@@ -38,7 +39,7 @@ class FewEntries:
         num_rows: int,
     ):
         self._members, self._method, self._states = members, method, states
-        self._listed, self._num_rows = listed, num_rows
+        self._listed, self.num_rows = listed, num_rows
         self.begin({}, torch.device("cpu"))
 
     def begin(self, wanted: Mapping[int, Sequence[int]], device: torch.device) -> None:
@@ -59,7 +60,7 @@ class FewEntries:
         self._entries[member] = self._placed(best, rows)
         self._contenders[member] = dict(zip(rows, best.contenders, strict=False))
         known = best.normalizers
-        self.normalizers[member] = None if known is None else _at_rows(known, rows, self._num_rows, 0)
+        self.normalizers[member] = None if known is None else _at_rows(known, rows, self.num_rows, 0)
 
     def read(
         self, found: Sequence[Tensor | None], needed: Tensor, live: Sequence[int], starts: Sequence[int]
@@ -144,7 +145,7 @@ class FewEntries:
     def _placed(self, entries: Entries, rows: Sequence[int]) -> Entries:
         """Entries of some rows among all."""
         return Entries(
-            _at_rows(entries.ids, rows, self._num_rows, -1), _at_rows(entries.logits, rows, self._num_rows, -1)
+            _at_rows(entries.ids, rows, self.num_rows, -1), _at_rows(entries.logits, rows, self.num_rows, -1)
         )
 
 

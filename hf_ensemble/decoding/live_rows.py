@@ -1,6 +1,7 @@
 """The rows of a call that still write, and the state of every member that runs in them."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -63,6 +64,7 @@ class LiveRows:
         prompts = read_prompts(members, running, method.resync, prompt_ids, prompt_mask, call.own_prompts)
         self._prompt_of_row: list[int] | None = prompts.prompt_of_row
         self._prompt_lengths = [len(prompts.ids[prompt]) for prompt in prompts.prompt_of_row]
+        self._begun_at = [0] * len(prompt_ids)
         self.states = {
             # An assistant may cut the text finer.
             index: MemberState(members[index], rows, num_expected=max_new_tokens * (5 if index else 4) // 4)
@@ -98,7 +100,11 @@ class LiveRows:
 
     def where(self, position: int) -> str:
         """Say where a row is at this step."""
-        return f"in row {position} at step {self.num_steps + 1}"
+        return f"in row {position} at step {self._steps_of(position) + 1}"
+
+    def _steps_of(self, row: int) -> int:
+        """Number of steps since a row joined."""
+        return self.num_steps - self._begun_at[row]
 
     def sitting_out(self) -> dict[int, list[int]]:
         """The live rows that each member cannot follow just now."""
@@ -120,11 +126,7 @@ class LiveRows:
     def read(self, needed: Tensor) -> list[Tensor | None]:
         """Run the members that are needed and have not been read at this step; of all rows, ended ones included."""
         is_needed = needed.T.tolist()
-        if self._prompt_of_row is not None:
-            # Each row gets a state of its own, once the prompts that rows share have been read.
-            waiting = {index for index in self.states if not any(is_needed[index])}
-            expand_prompts(self.states, self._prompt_of_row, waiting)
-            self._prompt_of_row = None
+        self.read_prompts({index for index in self.states if not any(is_needed[index])})
         places_of = {
             index: [place for place, row in enumerate(self.live) if is_needed[index][row]]
             for index in self.states
@@ -145,6 +147,16 @@ class LiveRows:
                 self._few.take(index, [self.live[place] for place in places])
         starts = [] if self._method.build_at_start is None else self.losing_space()
         return self._few.read(found, needed, self.live, starts)
+
+    def read_prompts(self, waiting: Collection[int] = ()) -> None:
+        """Give each row a state of its own, once the prompts that rows share have been read.
+
+        Args:
+            waiting: Members that are not run yet.
+        """
+        if self._prompt_of_row is not None:
+            expand_prompts(self.states, self._prompt_of_row, waiting)
+            self._prompt_of_row = None
 
     def normalizers(self) -> dict[int, Tensor | None]:
         """The normalizers of members of which few entries travel."""
@@ -261,11 +273,71 @@ class LiveRows:
         """Let rows end."""
         if not rows:
             return
+        self._end_what_is_begun()
         kept = [place for place, row in enumerate(self.live) if row not in rows]
         self.live = [self.live[place] for place in kept]
         self._place_of = {row: place for place, row in enumerate(self.live)}
         for state in self.states.values():
             state.select(kept)
+
+    def join(self, other: "LiveRows") -> None:
+        """Let the rows of other calls, of which none has ended, stand after these.
+
+        Where nobody has been read yet, rows of equal prompts share them, and all are read together. Otherwise the others
+        are read first.
+
+        Args:
+            other: Rows of a call with the same members and method, which nobody uses any more.
+        """
+        self._end_what_is_begun()
+        if self._prompt_of_row is not None and other._prompt_of_row is not None:
+            self._prompt_of_row += self._take_prompts(other, other._prompt_of_row)
+        else:
+            for rows in (self, other):
+                rows.read_prompts()
+            for state in other.states.values():
+                state.start()
+            for index, state in self.states.items():
+                state.join(other.states[index])
+        count = len(self.live)
+        self.live = list(range(count + len(other.live)))
+        self._place_of = {row: row for row in self.live}
+        self._num_rows = self._few.num_rows = len(self.live)
+        self._prompt_lengths += other._prompt_lengths
+        self._begun_at += [self.num_steps - other._steps_of(row) for row in other.live]
+
+    def _take_prompts(self, other: "LiveRows", prompt_of_row: Sequence[int]) -> list[int]:
+        """Let prompts stand after these, or in the place of an equal one; for each of the rows its number among all."""
+        numbers: dict[Any, int] = {}
+        for rows in (self, other):
+            for prompt in range(len(next(iter(rows.states.values())).contexts)):
+                key = rows._ids_of(prompt)
+                if key not in numbers:
+                    numbers[key] = len(numbers)
+                    if rows is other:
+                        for index, state in self.states.items():
+                            state.extend(other.states[index].contexts[prompt : prompt + 1])
+        return [numbers[other._ids_of(prompt)] for prompt in prompt_of_row]
+
+    def _ids_of(self, prompt: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(state.contexts[prompt].ids) for state in self.states.values())
+
+    def renumber(self) -> list[int]:
+        """Give the rows that still write the numbers from 0 on, in their order; says which these had."""
+        live = self.live
+        self._prompt_lengths = [self._prompt_lengths[row] for row in live]
+        self._begun_at = [self._begun_at[row] for row in live]
+        self._num_rows = self._few.num_rows = len(live)
+        self.live = list(range(len(live)))
+        self._place_of = {row: row for row in self.live}
+        return live
+
+    def _end_what_is_begun(self) -> None:
+        """Wait for the steps that were started before the loop came to them."""
+        for index in self._begun:
+            if index in self._sparse:
+                self.states[index].entries()
+        self._begun = {}
 
     def without_room(self, ends: Sequence[int]) -> set[int]:
         """Rows that have to end because a member has no position left for what was just written; a warning says so.
@@ -277,7 +349,7 @@ class LiveRows:
         for row, member, limit in self._full_rows():
             if not ends[row]:
                 full.add(row)
-                messages.warn(messages.no_position_left(member.name, limit, row, self.num_steps))
+                messages.warn(messages.no_position_left(member.name, limit, row, self._steps_of(row)))
         return full
 
     def check_room(self) -> None:
@@ -298,6 +370,6 @@ class LiveRows:
             limit = member.max_positions
             if limit is not None and (index == 0 or index in self.states):
                 for place, row in enumerate(self.live):
-                    of_primary = self._prompt_lengths[row] + self.num_steps
+                    of_primary = self._prompt_lengths[row] + self._steps_of(row)
                     if (len(self.states[index].contexts[place].ids) if index else of_primary) > limit:
                         yield row, member, limit

@@ -80,6 +80,14 @@ class StepWeights:
             twin._rows = self._rows[list(prompts)]
         return twin
 
+    def join(self, other: "StepWeights") -> None:
+        """Let the rows of others stand after these; neither are decided step by step."""
+        self._rows = torch.cat([self.fixed, other.fixed])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Let row n have the weights of what was row `rows[n]`; the others end."""
+        self._rows = self.fixed[list(rows)]
+
     def at(self, step: int, input_ids: Tensor) -> Tensor:
         """The weights of a step, of shape `(batch_size, num_members)`, on the CPU; the same tensor if nothing changes.
 

@@ -2,40 +2,23 @@
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from .. import messages
+from ..errors import MemberError
 from ..methods.base import TokenMethod
 from ..recording.recorder import DecisionRecorder
 from .allowed import with_allowed
 from .call import Call
 from .call import end_ids as end_ids_of
 from .live_rows import LiveRows
+from .progress import RowProgress
 from .proposals import Proposals, RaisedIds
 from .step import Fused, FusedStep, sent
-
-
-@dataclass
-class _Progress:
-    """How far one row is: the entry of several ids that it is writing, and its choices so far.
-
-    Attributes:
-        to_write: The ids of the entry that are yet to be written.
-        written: Those that have been.
-        data: What the whole entry writes.
-        num_decided: Number of choices.
-        num_ensembled: Number of those that were not a gate's alone.
-    """
-
-    to_write: deque[int] = field(default_factory=deque)
-    written: list[int] = field(default_factory=list)
-    data: bytes = b""
-    num_decided: int = 0
-    num_ensembled: int = 0
 
 
 class TokenDecoder:
@@ -61,6 +44,7 @@ class TokenDecoder:
 
     Attributes:
         rows: The rows, and the members' states of them.
+        faults: Rows that had to end at this step, and why, where others go on; else this is raised.
         is_constrained: Whether something acts between `fuse` and `settle` that may leave none of what is proposed.
         logits_rows, scores_rows: What was kept: rows over the primary's ids, before and after the processors.
     """
@@ -98,18 +82,20 @@ class TokenDecoder:
             self._step.listed,
             needs_whole_rows=(bool(constraints) and method.proposes_few) or recorder is not None,
         )
-        self._max_new = max_new_tokens
+        self._max_new: float = max_new_tokens
+        self.faults: dict[int, MemberError] = {}
         self._keeps_rows = keep_rows
         # Without an id that ends a text the stock loop writes on in every row until all rows are done.
         self._writes_on = call.settings is not None and not end_ids_of(call.settings)
         self._recorder = recorder
+        self._keeps_fused = recorder is not None
         self.is_constrained = bool(constraints)
         self._raised = RaisedIds(constraints)
         self.logits_rows: list[Tensor] = []
         self.scores_rows: list[Tensor] = []
         self._width = call.members[0].vocab_size
         self._input_ids = prompt_ids
-        self._progress = [_Progress() for _ in range(len(prompt_ids))]
+        self._progress = [RowProgress() for _ in range(len(prompt_ids))]
         self._num_primary_forwards = 0
         self._recorded: Fused | None = None
         self._fused: Fused | None = None  # where members list few ids, which are asked for others afterwards
@@ -173,7 +159,7 @@ class TokenDecoder:
         self._last_plan = fused.plan
         self._normalizers = fused.normalizers
         self._fused = fused if self.rows.lists_few else None
-        if self._recorder is not None:
+        if self._keeps_fused:
             self._recorded = fused
         if self._keeps_rows:
             self.logits_rows.append(self._step.folded(fused.logprobs))
@@ -208,26 +194,39 @@ class TokenDecoder:
         """
         if self._proposals is None:
             return scores
-        if self._fused is not None:
-            self._proposals, scores = with_allowed(
-                self.rows, self._step, self._fused, self._proposals, scores, self._queued
-            )
-        settled, falls_back = self._proposals.settled(scores, self._raised.at(input_ids, scores))
-        decided = self._proposals.decided(falls_back)
+        settled, decided = self.settle_with(scores, self._raised.at(input_ids, scores))
         if self._keeps_rows:
             self.logits_rows[-1] = decided
         if self._recorded is not None:
             self._recorded = replace(self._recorded, logprobs=decided)
         return settled
 
+    def settle_with(self, scores: Tensor, raised: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Let the proposals decide alone wherever processors have left some of them.
+
+        Args:
+            scores: What the processors made of what `fuse` gave, of shape `(batch_size, primary_vocab_size)`.
+            raised: Ids that an option raises, of the same shape; None for none.
+
+        Returns:
+            Scores, and the log-probabilities that were decided on, each of the same shape.
+        """
+        assert self._proposals is not None
+        if self._fused is not None:
+            self._proposals, scores = with_allowed(
+                self.rows, self._step, self._fused, self._proposals, scores, self._queued
+            )
+        settled, falls_back = self._proposals.settled(scores, raised)
+        return settled, self._proposals.decided(falls_back)
+
     # Choosing
 
-    def select(self, scores: Tensor, do_sample: bool) -> Tensor:
+    def select(self, scores: Tensor, do_sample: bool | Sequence[bool]) -> Tensor:
         """Choose each row's entry, and hand out its first id or the next one of the entry that it is writing.
 
         Args:
             scores: Processed scores, as `fuse` gave them.
-            do_sample: Whether to draw from the softmax of `scores`; else the best is taken.
+            do_sample: Whether to draw from the softmax of `scores`, in all rows or in each; else the best is taken.
 
         Returns:
             Scores over the primary's ids: where the decision was made here, over the union vocabulary or by draws of the
@@ -248,12 +247,15 @@ class TokenDecoder:
             self._recorder.take(*said, self._queued, self.rows.normalizers(), fused.starts)
             self._recorded = None
         self._selected_from = scores
-        if do_sample or self._keeps_rows:
+        draws = [do_sample] * len(scores) if isinstance(do_sample, bool) else do_sample
+        if any(draws) or self._keeps_rows:
             # A row with nothing left, or NaN, is reported when the host next looks; until then it gets harmless scores.
             scores = scores.masked_fill(_is_empty(scores)[:, None], 0.0)
-        if not self.is_wide and not (do_sample and self._draws.are_seeded):
+        if not self.is_wide and not (any(draws) and self._draws.are_seeded):
             return scores
-        chosen = self._draws.choose(scores.softmax(-1), self._drawing(len(scores))) if do_sample else scores.argmax(-1)
+        chosen = self._draws.choose(scores.softmax(-1), self._drawing(draws)) if any(draws) else scores.argmax(-1)
+        if any(draws) and not all(draws):
+            chosen = torch.where(sent(draws, chosen.device), chosen, scores.argmax(-1))
         self._chosen = chosen
         ids = self.method.primary_ids(chosen)
         if self._queued:
@@ -268,10 +270,10 @@ class TokenDecoder:
                 self.logits_rows[-1] = self.logits_rows[-1].index_copy(0, rows, one_hot[rows])
         return one_hot
 
-    def _drawing(self, num_rows: int) -> list[int | None]:
+    def _drawing(self, draws: Sequence[bool]) -> list[int | None]:
         """The rows for which something is drawn, each at its place."""
         drawing = set(self.rows.live) - set(self._queued)
-        return [row if row in drawing else None for row in range(num_rows)]
+        return [row if draw and row in drawing else None for row, draw in enumerate(draws)]
 
     def _one_hot(self, ids: Tensor) -> Tensor:
         rows = torch.full((len(ids), self._width), -torch.inf, device=ids.device)
@@ -312,7 +314,11 @@ class TokenDecoder:
         for row in self.rows.live:
             for index, member in enumerate(self.members):
                 if is_not_finite and is_not_finite[row * count + index]:
-                    raise member.not_finite(self.rows.where(row))
+                    self._fault(row, member.not_finite(self.rows.where(row)))
+
+    def _fault(self, row: int, error: MemberError) -> None:
+        """A row has to end: so does the call."""
+        raise error
 
     # Following the text
 
@@ -358,7 +364,9 @@ class TokenDecoder:
             ends = [0] * batch_size
         for row in self.rows.live:
             if is_empty[row]:
-                raise messages.nothing_left(self.call.config.name, self.rows.where(row))
+                self._fault(row, messages.nothing_left(self.call.config.name, self.rows.where(row)))
+        for row in self.faults:
+            ends[row] = 1
         self._selected_from = self._normalizers = None
         self.rows.num_steps += 1
         for row in self.rows.live:

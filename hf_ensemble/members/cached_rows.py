@@ -69,6 +69,12 @@ class CachedRows(ABC):
     def adopt(self, fork: Any, rows: Sequence[int | None]) -> None:
         """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
 
+    def join(self, other: Any) -> None:
+        """Let the rows of other caches of the member, which nobody uses any more, stand after these."""
+        count, num_more = len(self.cached), len(other.cached)
+        self.select([*range(count), *[0] * num_more])
+        self.adopt(other, [*[None] * count, *range(num_more)])
+
     def hold(self) -> None:
         """Remember the rows as they are, where they could not roll back to them otherwise."""
         return

@@ -212,14 +212,18 @@ class RepackedRows(CachedRows):
     def adopt(self, fork: "RepackedRows", rows: Sequence[int | None]) -> None:
         """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
         num_rows = len(self.cached)
-        width = max(self.cache.get_seq_length(), fork.cache.get_seq_length())
-        for mine, theirs in zip(self._filled_layers(), fork._filled_layers(), strict=True):
+        self.join(fork)
+        self.select([place if row is None else num_rows + row for place, row in enumerate(rows)])
+
+    def join(self, other: "RepackedRows") -> None:
+        """Let the rows of other caches of the member stand after these."""
+        width = max(self.cache.get_seq_length(), other.cache.get_seq_length())
+        for mine, theirs in zip(self._filled_layers(), other._filled_layers(), strict=True):
             dropped = max((width - layer.keys.shape[-2] for layer in (mine, theirs) if layer.num_dropped), default=0)
             mine.keys = _join_rows([mine.keys, theirs.keys], width - dropped)
             mine.values = _join_rows([mine.values, theirs.values], width - dropped)
             mine.num_dropped = dropped
-        self.cached = [*self.cached, *fork.cached]
-        self.select([place if row is None else num_rows + row for place, row in enumerate(rows)])
+        self.cached = [*self.cached, *other.cached]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep, repeat or drop rows."""

@@ -193,6 +193,26 @@ class MemberState:
             places, of_fork = torch.tensor(taken, device=own.device).T
             self._logits = own.index_copy(0, places, new[of_fork])
 
+    def extend(self, contexts: Sequence[Any]) -> None:
+        """Add rows; none has been read yet."""
+        assert "caches" not in vars(self)
+        self.contexts += contexts
+        self._has_logits += [False] * len(contexts)
+
+    def join(self, other: "MemberState") -> None:
+        """Let the rows of another state of the member, which nobody uses any more, stand after these."""
+        states = (self, other)
+        if any("caches" in vars(state) for state in states):
+            for state in states:
+                if "caches" not in vars(state) and not state.caches.is_elsewhere:
+                    state.start()
+                state._collect()
+            self.caches.join(other.caches)
+        self.contexts += other.contexts
+        self.num_forwards += other.num_forwards
+        # Rows that have theirs already are few: the others are about to read what was written last.
+        self._logits, self._has_logits = None, [False] * len(self.contexts)
+
     def select(self, rows: Sequence[int], contexts: Sequence[Any] | None = None) -> None:
         """Keep, repeat or drop rows: row n continues from what was row `rows[n]`, and now follows `contexts[n]`.
 

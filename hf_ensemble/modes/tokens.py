@@ -49,7 +49,7 @@ class TokenMode(Mode):
         call, settings = self.call, self.call.settings
         do_sample = settings.do_sample
         if call.config.draws_one:
-            _refuse_processors(stock)
+            refuse_processors(stock)
         is_beam_search = settings.num_beams > 1
         constraints, warpers = split_at_warpers(stock)
         method = call.method()
@@ -129,7 +129,12 @@ class TokenMode(Mode):
         return not needs_it or call.members[0].is_captured or can_share_pass(call.members[0], others)
 
 
-def _refuse_processors(stock: Sequence[LogitsProcessor]) -> None:
+def refuse_processors(stock: Sequence[LogitsProcessor]) -> None:
+    """Refuse processors where one member is drawn for each token.
+
+    Raises:
+        ConfigurationError: If there are any.
+    """
     if stock:
         name = type(stock[0]).__name__
         raise ConfigurationError(

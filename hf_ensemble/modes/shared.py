@@ -1,0 +1,139 @@
+"""A row of a batch that others join and leave: `generate` prepares it as any call, and somebody else runs it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..decoding.call import Call, end_ids
+from ..decoding.draws import Draws
+from ..decoding.loop import Loop
+from ..decoding.refusals import Obstacle, first_obstacle, refuse, refuse_for_ensembles
+from ..decoding.row_processors import split_at_warpers, without_padding
+from ..decoding.running_batch import Row, Written
+from ..decoding.shared_decoder import SharedDecoder
+from .base import Mode
+from .tokens import TokenMode, refuse_processors
+
+
+def obstacle_to_sharing(call: Call) -> Obstacle | None:
+    """What stands against letting a call share a batch with others; None if nothing does."""
+    config, settings = call.config, call.settings
+    return first_obstacle(
+        [
+            Obstacle(config.decides != "tokens", f"method {config.name!r}", "it does not decide token by token"),
+            Obstacle(call.weights.varies, "`weights` as a function", "it is asked about all rows of a call"),
+            Obstacle(call.needs_stock_passes, "an option", "only the stock loop can do it"),
+            Obstacle(settings.num_return_sequences != 1, "`num_return_sequences`", "a row stands for itself"),
+        ]
+    )
+
+
+@torch.no_grad()
+def new_row(
+    ensemble: Any,
+    inputs: dict[str, Tensor],
+    generation_config: Any,
+    seed: int,
+    *,
+    logits_processor: Sequence[Any] = (),
+    num_best: int | None = None,
+    take: Callable[[Written], None],
+) -> Row:
+    """Make a row that is ready to join a batch, by what `generate` does before its loop.
+
+    Args:
+        ensemble: The `EnsembleForCausalLM`.
+        inputs: The prompt: `input_ids` of shape `(1, length)`, and the mask if there is one.
+        generation_config: The options.
+        seed: From which its draws follow.
+        logits_processor: Further processors, of this row alone.
+        num_best: How many of the most likely ids are wanted at every step; None for no log-probabilities.
+        take: Takes what every step writes.
+
+    Raises:
+        ConfigurationError: If an option cannot be used, or cannot share a batch.
+    """
+
+    def mode_for(call: Call) -> Mode:
+        refuse_for_ensembles(call.settings, {}, {})
+        found = obstacle_to_sharing(call)
+        if found is not None:
+            refuse([found], "a batch that is shared")
+        mode = SharedMode(call, num_best, take)
+        made.append(mode)
+        mode.refuse()
+        return mode
+
+    made: list[SharedMode] = []
+    call = ensemble.new_call()
+    call.draws = Draws([seed])
+    call.arguments = {
+        "generation_config": generation_config,
+        "logits_processor": logits_processor,
+        "stopping_criteria": None,
+    }
+    ensemble.run_call(call, mode_for, None, dict(inputs))
+    return made[0].row
+
+
+class SharedMode(TokenMode):
+    """Makes the row that is to join a batch, and leaves it to others to run it.
+
+    Args:
+        call: What the call works with; every row has draws of its own.
+        num_best: How many of the most likely ids are wanted at every step; None for no log-probabilities.
+        take: Takes what every step writes.
+
+    Attributes:
+        row: The row, once `generate` has come to its loop.
+    """
+
+    row: Row
+
+    def __init__(self, call: Call, num_best: int | None, take: Callable[[Written], None]):
+        super().__init__(call)
+        self._num_best, self._take = num_best, take
+
+    def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
+        """Make the decoder, and leave the processors to the row."""
+        call, settings = self.call, self.call.settings
+        if call.config.draws_one:
+            refuse_processors(stock)
+        constraints, self._warpers = split_at_warpers(stock)
+        method = call.method()
+        self.decoder = SharedDecoder(
+            call,
+            method,
+            prompt_ids,
+            prompt_mask,
+            range(call.members[0].vocab_size) if call.is_by_primary else end_ids(settings),
+            is_wide=not constraints and method.is_wide,
+            constraints=constraints,
+            max_new_tokens=settings.max_length - prompt_ids.shape[1],
+        )
+        if constraints and self.decoder.rows.lists_few:
+            raise NotShared("constraints cannot be used in a batch that is shared with members that list few ids.")
+        self._constraints = [without_padding(item, prompt_mask) for item in constraints]
+        return stock
+
+    def sample(self, loop: Loop) -> Tensor:
+        """Make the row; the loop does not run."""
+        do_sample = bool(self.call.settings.do_sample)
+        decoder: Any = self.decoder
+        self.row = Row(
+            decoder,
+            loop.input_ids,
+            self._constraints,
+            self._warpers,
+            loop.criteria,
+            do_sample,
+            self._num_best,
+            self._take,
+        )
+        return loop.input_ids
+
+    def criteria(self, stock: Any) -> Any:
+        """Leave them as they are."""
+        return stock
