@@ -1,7 +1,8 @@
 """The rows of a call that still write, and the state of every member that runs in them."""
 
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -39,6 +40,7 @@ class LiveRows:
         live: Numbers of the rows that still write.
         states: The state of each member that runs here, by member index; a row for each live row.
         num_steps: Number of steps so far.
+        seconds: By member index, in which members were started or waited for.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class LiveRows:
             index: MemberState(members[index], rows, num_expected=max_new_tokens * (5 if index else 4) // 4)
             for index, rows in prompts.contexts.items()
         }
+        self.seconds = dict.fromkeys(self.states, 0.0)
         self._device = prompt_ids.device
         self._said: dict[int, Tensor | None] = {}
         # Members of which few entries travel.
@@ -100,9 +103,9 @@ class LiveRows:
 
     def where(self, position: int) -> str:
         """Say where a row is at this step."""
-        return f"in row {position} at step {self._steps_of(position) + 1}"
+        return f"in row {position} at step {self.steps_of(position) + 1}"
 
-    def _steps_of(self, row: int) -> int:
+    def steps_of(self, row: int) -> int:
         """Number of steps since a row joined."""
         return self.num_steps - self._begun_at[row]
 
@@ -135,21 +138,24 @@ class LiveRows:
         # All are started before one is waited for; what runs in this process may keep the host until it is through.
         to_start = [index for index, places in places_of.items() if places]
         for index in sorted(to_start, key=lambda index: not self._runs_beside(index)):
-            self._start(index, places_of[index])
+            with self.timed(index):
+                self._start(index, places_of[index])
         for index, places in places_of.items():
             if index not in self._sparse:
-                self._said[index] = self._logits(index, places) if places else None
+                with self.timed(index):
+                    self._said[index] = self._logits(index, places) if places else None
         found = [self._said.get(index) for index in range(len(self.members))]
         if not self._sparse:
             return found
         for index, places in places_of.items():
             if places and index in self._sparse:
-                self._few.take(index, [self.live[place] for place in places])
+                with self.timed(index):
+                    self._few.take(index, [self.live[place] for place in places])
         starts = [] if self._method.build_at_start is None else self.losing_space()
         return self._few.read(found, needed, self.live, starts)
 
     def read_prompts(self, waiting: Collection[int] = ()) -> None:
-        """Give each row a state of its own, once the prompts that rows share have been read.
+        """Let members read prompts that rows share, and give each row a state of its own.
 
         Args:
             waiting: Members that are not run yet.
@@ -161,6 +167,13 @@ class LiveRows:
     def normalizers(self) -> dict[int, Tensor | None]:
         """The normalizers of members of which few entries travel."""
         return self._few.normalizers
+
+    @contextmanager
+    def timed(self, index: int) -> Iterator[None]:
+        """Count how long a member takes."""
+        began = time.perf_counter()
+        yield
+        self.seconds[index] += time.perf_counter() - began
 
     def _start(self, index: int, places: list[int]) -> None:
         if self._begun.pop(index, None) == places:
@@ -273,66 +286,14 @@ class LiveRows:
         """Let rows end."""
         if not rows:
             return
-        self._end_what_is_begun()
+        self.end_what_is_begun()
         kept = [place for place, row in enumerate(self.live) if row not in rows]
         self.live = [self.live[place] for place in kept]
         self._place_of = {row: place for place, row in enumerate(self.live)}
         for state in self.states.values():
             state.select(kept)
 
-    def join(self, other: "LiveRows") -> None:
-        """Let the rows of other calls, of which none has ended, stand after these.
-
-        Where nobody has been read yet, rows of equal prompts share them, and all are read together. Otherwise the others
-        are read first.
-
-        Args:
-            other: Rows of a call with the same members and method, which nobody uses any more.
-        """
-        self._end_what_is_begun()
-        if self._prompt_of_row is not None and other._prompt_of_row is not None:
-            self._prompt_of_row += self._take_prompts(other, other._prompt_of_row)
-        else:
-            for rows in (self, other):
-                rows.read_prompts()
-            for state in other.states.values():
-                state.start()
-            for index, state in self.states.items():
-                state.join(other.states[index])
-        count = len(self.live)
-        self.live = list(range(count + len(other.live)))
-        self._place_of = {row: row for row in self.live}
-        self._num_rows = self._few.num_rows = len(self.live)
-        self._prompt_lengths += other._prompt_lengths
-        self._begun_at += [self.num_steps - other._steps_of(row) for row in other.live]
-
-    def _take_prompts(self, other: "LiveRows", prompt_of_row: Sequence[int]) -> list[int]:
-        """Let prompts stand after these, or in the place of an equal one; for each of the rows its number among all."""
-        numbers: dict[Any, int] = {}
-        for rows in (self, other):
-            for prompt in range(len(next(iter(rows.states.values())).contexts)):
-                key = rows._ids_of(prompt)
-                if key not in numbers:
-                    numbers[key] = len(numbers)
-                    if rows is other:
-                        for index, state in self.states.items():
-                            state.extend(other.states[index].contexts[prompt : prompt + 1])
-        return [numbers[other._ids_of(prompt)] for prompt in prompt_of_row]
-
-    def _ids_of(self, prompt: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(state.contexts[prompt].ids) for state in self.states.values())
-
-    def renumber(self) -> list[int]:
-        """Give the rows that still write the numbers from 0 on, in their order; says which these had."""
-        live = self.live
-        self._prompt_lengths = [self._prompt_lengths[row] for row in live]
-        self._begun_at = [self._begun_at[row] for row in live]
-        self._num_rows = self._few.num_rows = len(live)
-        self.live = list(range(len(live)))
-        self._place_of = {row: row for row in self.live}
-        return live
-
-    def _end_what_is_begun(self) -> None:
+    def end_what_is_begun(self) -> None:
         """Wait for the steps that were started before the loop came to them."""
         for index in self._begun:
             if index in self._sparse:
@@ -349,7 +310,7 @@ class LiveRows:
         for row, member, limit in self._full_rows():
             if not ends[row]:
                 full.add(row)
-                messages.warn(messages.no_position_left(member.name, limit, row, self._steps_of(row)))
+                messages.warn(messages.no_position_left(member.name, limit, row, self.steps_of(row)))
         return full
 
     def check_room(self) -> None:
@@ -370,6 +331,6 @@ class LiveRows:
             limit = member.max_positions
             if limit is not None and (index == 0 or index in self.states):
                 for place, row in enumerate(self.live):
-                    of_primary = self._prompt_lengths[row] + self._steps_of(row)
+                    of_primary = self._prompt_lengths[row] + self.steps_of(row)
                     if (len(self.states[index].contexts[place].ids) if index else of_primary) > limit:
                         yield row, member, limit

@@ -1,6 +1,6 @@
 """A batch that rows join between steps, each with options of its own, and leave when they end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class Row:
         do_sample: Whether its ids are drawn.
         num_best: How many of the most likely ids are wanted at every step; None for no log-probabilities.
         take: Takes what every step writes.
+        kind: Equal for rows that may share a batch.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class Row:
         do_sample: bool,
         num_best: int | None,
         take: Callable[[Written], None],
+        kind: Hashable = None,
     ):
         self.decoder = decoder
         self.constraints, self.warpers = LogitsProcessorList(constraints), LogitsProcessorList(warpers)
         self.criteria, self.do_sample, self.num_best, self.take = criteria, do_sample, num_best, take
+        self.kind = kind
         self._raised = RaisedIds(constraints)
         # Criteria ask for the host's numbers, which a device would have to wait for.
         self._ids = ids.cpu()
@@ -99,21 +102,46 @@ class RunningBatch:
 
     Args:
         rows: The first rows.
+        decoder: Theirs, as `begun` gives it.
 
     Attributes:
         rows: The rows that write, in the order of the decoder.
     """
 
-    def __init__(self, rows: Sequence[Row]):
-        self.rows = list(rows)
-        self.decoder = _joined(rows)
+    def __init__(self, rows: Sequence[Row], decoder: SharedDecoder):
+        self.rows, self.decoder = list(rows), decoder
+
+    @staticmethod
+    @torch.no_grad()
+    def begun(rows: Sequence[Row], are_joining: bool) -> SharedDecoder:
+        """Put rows of one kind together.
+
+        Args:
+            rows: The rows.
+            are_joining: Whether they are to join a batch, for which their prompts are read now.
+
+        Raises:
+            MemberError: If a member fails.
+        """
+        first, *others = (row.decoder for row in rows)
+        for other in others:
+            first.join(other)
+        if are_joining:
+            first.rows.read_all()
+        return first
 
     @torch.no_grad()
-    def join(self, rows: Sequence[Row]) -> None:
-        """Let more rows take part in the next step; their prompts are read together, now."""
-        self.decoder.join(_joined(rows))
+    def join(self, rows: Sequence[Row], decoder: SharedDecoder) -> None:
+        """Let more rows take part in the next step.
+
+        Args:
+            rows: The rows.
+            decoder: Theirs, as `begun` gives it.
+        """
+        self.decoder.join(decoder)
         self.rows += rows
 
+    @torch.no_grad()
     def leave(self, rows: Sequence[Row]) -> None:
         """Let rows go that somebody has given up."""
         self._keep([place for place, row in enumerate(self.rows) if row not in rows])
@@ -185,13 +213,6 @@ class RunningBatch:
         self.rows = [self.rows[place] for place in places]
         if self.rows:
             self.decoder.keep(places)
-
-
-def _joined(rows: Sequence[Row]) -> SharedDecoder:
-    first, *others = (row.decoder for row in rows)
-    for other in others:
-        first.join(other)
-    return first
 
 
 def _written(new_id: int, ends: bool, law: Tensor | None, num_best: int) -> Written:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MemberError
+from .shared_rows import SharedRows
 from .token_decoder import TokenDecoder
 
 
@@ -16,6 +17,9 @@ class SharedDecoder(TokenDecoder):
 
     Every row has draws of its own, and the primary runs here. Arguments are those of `TokenDecoder`.
     """
+
+    kind_of_rows = SharedRows
+    rows: SharedRows
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, runs_primary=True, **kwargs)

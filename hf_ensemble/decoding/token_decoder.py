@@ -49,6 +49,8 @@ class TokenDecoder:
         logits_rows, scores_rows: What was kept: rows over the primary's ids, before and after the processors.
     """
 
+    kind_of_rows = LiveRows
+
     def __init__(
         self,
         call: Call,
@@ -71,7 +73,7 @@ class TokenDecoder:
             call.members, method, is_wide=is_wide, gate=gate, draws=draws if call.config.draws_one else None
         )
         self.is_wide = self._step.is_wide
-        self.rows = LiveRows(
+        self.rows = self.kind_of_rows(
             call,
             method,
             prompt_ids,

@@ -9,12 +9,17 @@ from torch import Tensor
 from ..decoding.call import Call, end_ids
 from ..decoding.draws import Draws
 from ..decoding.loop import Loop
-from ..decoding.refusals import Obstacle, first_obstacle, refuse, refuse_for_ensembles
+from ..decoding.refusals import Obstacle, first_obstacle, refuse_for_ensembles
 from ..decoding.row_processors import split_at_warpers, without_padding
 from ..decoding.running_batch import Row, Written
 from ..decoding.shared_decoder import SharedDecoder
+from ..errors import ConfigurationError
 from .base import Mode
 from .tokens import TokenMode, refuse_processors
+
+
+class NotShared(ConfigurationError):
+    """A call cannot share a batch, and has to run alone."""
 
 
 def obstacle_to_sharing(call: Call) -> Obstacle | None:
@@ -53,14 +58,15 @@ def new_row(
         take: Takes what every step writes.
 
     Raises:
-        ConfigurationError: If an option cannot be used, or cannot share a batch.
+        NotShared: If the call cannot share a batch.
+        ConfigurationError: If an option cannot be used.
     """
 
     def mode_for(call: Call) -> Mode:
         refuse_for_ensembles(call.settings, {}, {})
         found = obstacle_to_sharing(call)
         if found is not None:
-            refuse([found], "a batch that is shared")
+            raise NotShared(f"{found.what} cannot be used in a batch that is shared: {found.why}.")
         mode = SharedMode(call, num_best, take)
         made.append(mode)
         mode.refuse()
@@ -131,6 +137,7 @@ class SharedMode(TokenMode):
             do_sample,
             self._num_best,
             self._take,
+            (tuple(end_ids(self.call.settings)), decoder.is_constrained),
         )
         return loop.input_ids
 

@@ -82,10 +82,12 @@ def run(asked, joining=JOINING, leaving=None):
         if batch is not None and batch.rows:
             batch.leave([asked[n].row for n in (leaving or {}).get(step, ())])
         if rows:
-            if batch is None or not batch.rows:
-                batch = RunningBatch(rows)
+            is_new = batch is None or not batch.rows
+            decoder = RunningBatch.begun(rows, not is_new)
+            if is_new:
+                batch = RunningBatch(rows, decoder)
             else:
-                batch.join(rows)
+                batch.join(rows, decoder)
         if batch.rows:
             batch.step()
         counts.append(len(batch.rows))
@@ -275,7 +277,8 @@ def test_what_befalls_a_row_is_nobody_elses():
 def test_equal_prompts_are_read_once():
     ensemble = make()
     asked = [Asked(ensemble, PROMPTS[0], seed, max_new_tokens=4, do_sample=True) for seed in range(3)]
-    batch = RunningBatch([one.row for one in asked])
+    rows = [one.row for one in asked]
+    batch = RunningBatch(rows, RunningBatch.begun(rows, False))
     states = batch.decoder.rows.states
     assert all(len(state.contexts) == 1 for state in states.values())
     while batch.rows:

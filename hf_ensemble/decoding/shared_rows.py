@@ -1,0 +1,67 @@
+"""Live rows of several calls, which join and leave."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .live_rows import LiveRows
+
+
+class SharedRows(LiveRows):
+    """Live rows that those of other calls join; see `LiveRows`."""
+
+    def read_all(self) -> None:
+        """Let every member read the prompts, of which none waits until it is needed."""
+        self.read_prompts()
+        for index, state in self.states.items():
+            if not state.caches.is_elsewhere:
+                with self.timed(index):
+                    state.start()
+
+    def join(self, other: "SharedRows") -> None:
+        """Let the rows of other calls, of which none has ended, stand after these.
+
+        Both have read their prompts, or neither has: then rows of equal ones share them, and all are read together.
+
+        Args:
+            other: Rows of a call with the same members and method, which nobody uses any more.
+        """
+        self.end_what_is_begun()
+        if self._prompt_of_row is not None and other._prompt_of_row is not None:
+            self._prompt_of_row += self._take_prompts(other, other._prompt_of_row)
+        else:
+            assert self._prompt_of_row is None
+            assert other._prompt_of_row is None
+            for index, state in self.states.items():
+                state.join(other.states[index])
+        count = len(self.live)
+        self.live = list(range(count + len(other.live)))
+        self._place_of = {row: row for row in self.live}
+        self._num_rows = self._few.num_rows = len(self.live)
+        self._prompt_lengths += other._prompt_lengths
+        self._begun_at += [self.num_steps - other.steps_of(row) for row in other.live]
+
+    def _take_prompts(self, other: "SharedRows", prompt_of_row: Sequence[int]) -> list[int]:
+        """Let prompts stand after these, or in the place of an equal one; for each of the rows its number among all."""
+        numbers: dict[Any, int] = {}
+        for rows in (self, other):
+            for prompt in range(len(next(iter(rows.states.values())).contexts)):
+                key = rows._ids_of(prompt)
+                if key not in numbers:
+                    numbers[key] = len(numbers)
+                    if rows is other:
+                        for index, state in self.states.items():
+                            state.extend(other.states[index].contexts[prompt : prompt + 1])
+        return [numbers[other._ids_of(prompt)] for prompt in prompt_of_row]
+
+    def _ids_of(self, prompt: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(state.contexts[prompt].ids) for state in self.states.values())
+
+    def renumber(self) -> list[int]:
+        """Give the rows that still write the numbers from 0 on, in their order; says which these had."""
+        live = self.live
+        self._prompt_lengths = [self._prompt_lengths[row] for row in live]
+        self._begun_at = [self._begun_at[row] for row in live]
+        self._num_rows = self._few.num_rows = len(live)
+        self.live = list(range(len(live)))
+        self._place_of = {row: row for row in self.live}
+        return live

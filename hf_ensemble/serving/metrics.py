@@ -1,0 +1,64 @@
+"""What a server has done, in Prometheus' text format."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+
+_HELP = {
+    "requests_total": ("counter", "Requests, by endpoint and status."),
+    "prompt_tokens_total": ("counter", "The primary's tokens in prompts that were taken on."),
+    "generated_tokens_total": ("counter", "The primary's tokens that were written."),
+    "texts_waiting": ("gauge", "Texts that wait."),
+    "texts_running": ("gauge", "Texts that are being written."),
+    "texts_given_up_total": ("counter", "Texts that were given up: by their client, or for their time."),
+    "steps_total": ("counter", "Steps of running batches; each writes a token in every text."),
+    "step_seconds_total": ("counter", "Seconds in these steps."),
+    "milliseconds_per_token": ("gauge", "Milliseconds of the last step by the number of texts in it."),
+    "member_forward_passes_total": ("counter", "Forward passes, by member."),
+    "member_seconds_total": ("counter", "Seconds in which a member was started or waited for, by member."),
+}
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Metrics:
+    """Counters and gauges, which any thread may change."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: defaultdict[tuple[str, Labels], float] = defaultdict(float)
+
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+        """Count."""
+        with self._lock:
+            self._values[name, tuple(sorted(labels.items()))] += amount
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Say how much there is now."""
+        with self._lock:
+            self._values[name, tuple(sorted(labels.items()))] = value
+
+    def value(self, name: str, **labels: str) -> float:
+        """What was counted, or said last."""
+        with self._lock:
+            return self._values[name, tuple(sorted(labels.items()))]
+
+    def text(self) -> str:
+        """All of them, as Prometheus reads them."""
+        with self._lock:
+            values = dict(self._values)
+        lines: list[str] = []
+        for name, (kind, words) in _HELP.items():
+            found = sorted((labels, value) for (own, labels), value in values.items() if own == name)
+            if not found and not name.startswith(("requests", "member")):
+                found = [((), 0)]
+            full = f"hf_ensemble_{name}"
+            lines += [f"# HELP {full} {words}", f"# TYPE {full} {kind}"]
+            lines += [f"{full}{_written(labels)} {value:.12g}" for labels, value in found]
+        return "\n".join(lines) + "\n"
+
+
+def _written(labels: Iterable[tuple[str, str]]) -> str:
+    escaped = ((key, value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")) for key, value in labels)
+    inside = ",".join(f'{key}="{value}"' for key, value in escaped)
+    return f"{{{inside}}}" if inside else ""
