@@ -27,6 +27,12 @@ from .guard import Guard, error_body
 from .handlers import Chat, Completions, EngineManager, Responses
 from .limits import Limits
 
+_GRACE = 2.0
+"""Seconds that running requests have after a signal."""
+
+_PATIENCE = 20
+"""Seconds after which connections are cut that have not ended."""
+
 
 class _OneEnsemble(ModelManager):
     """The stock manager with one model, which was loaded by somebody else and is never let go."""
@@ -153,6 +159,19 @@ def _answer_errors(app: Any) -> None:
         app.add_exception_handler(kind, answer)
 
 
+class _Server(uvicorn.Server):
+    """Ends within seconds of a signal: who is being answered then has that long."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine):
+        super().__init__(config)
+        self._engine = engine
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """A signal has come, in between anything."""
+        self._engine.end_within(_GRACE)
+        super().handle_exit(sig, frame)
+
+
 def serve(
     ensemble: EnsembleForCausalLM,
     host: str = "localhost",
@@ -184,7 +203,7 @@ def serve(
     if not 0 <= port < 2**16:
         raise ConfigurationError(f"`port` has to be from 0 to {2**16 - 1}, but is {port}.")
     app = build_app(ensemble, name, enable_cors=enable_cors, limits=limits, api_key=api_key)
-    config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=3)
+    config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=_PATIENCE)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.create_server(address[:2], family=family)
@@ -199,4 +218,4 @@ def serve(
         )
     with listener:
         print(f"listening on http://{host}:{listener.getsockname()[1]}/v1", flush=True)
-        uvicorn.Server(config).run(sockets=[listener])
+        _Server(config, app.state.engine).run(sockets=[listener])

@@ -1,5 +1,6 @@
 """Writes for all who wait: texts that can share a batch do, the others are calls of their own, one after the other."""
 
+import copy
 import gc
 import math
 import threading
@@ -109,7 +110,7 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._batches: dict[Hashable, _Batch] = {}
         self._thread: threading.Thread | None = None
-        self._is_closing = False
+        self._ends_at = math.inf
         self._seconds_of_texts = 1.0
         self._names = [member.name for member in ensemble.member_views]
 
@@ -124,7 +125,7 @@ class Engine:
         """
         deadline = time.monotonic() + self.limits.max_seconds
         with self._wakes:
-            if self._is_closing:
+            if self._ends_at < math.inf:
                 raise Closing("the server is ending.")
             free = self.limits.max_batch - self._num_running
             if len(self._waiting) + len(jobs) > self.limits.max_waiting + max(0, free):
@@ -140,10 +141,18 @@ class Engine:
             self._wakes.notify()
         self.metrics.add("prompt_tokens_total", sum(job.inputs["input_ids"].shape[1] for job in jobs))
 
+    def end_within(self, seconds: float) -> None:
+        """Take nothing more on, and let what is not written by then go. Waits for nothing, also not for a lock."""
+        self._ends_at = min(self._ends_at, time.monotonic() + seconds)
+
+    @property
+    def _is_closing(self) -> bool:
+        return time.monotonic() >= self._ends_at
+
     def close(self) -> None:
         """End what runs and waits, and wait for the thread. Nothing is taken on afterwards."""
+        self.end_within(0)
         with self._wakes:
-            self._is_closing = True
             thread = self._thread
             self._wakes.notify()
         if thread is not None:
@@ -171,10 +180,15 @@ class Engine:
             if self._is_closing:
                 self._end_all()
                 return
-            self._admit(arrivals)
-            self._let_go()
-            for key, batch in list(self._batches.items()):
-                self._step(key, batch)
+            try:
+                self._admit(arrivals)
+                self._let_go()
+                for key, batch in list(self._batches.items()):
+                    self._step(key, batch)
+            except Exception as error:  # of our own: who waits is told, and the thread lives on
+                for key in list(self._batches):
+                    self._drop(key, error)
+                self._fail(arrivals, error)
             self._count()
 
     def _arrivals(self) -> list[Job]:
@@ -351,11 +365,15 @@ class Engine:
                     f"`logprobs` cannot be had with method {self.ensemble.config.method.name!r} or these options: no fused "
                     "distribution decides each token."
                 )
+            config = copy.copy(job.config)
+            config.max_time = max(0.001, min(config.max_time or math.inf, job.deadline - time.monotonic()))
+            # Whole answers of several writers take no criteria: a call runs to its end.
+            is_heard = self.ensemble.config.method.decides != "answers"
             options: dict[str, Any] = {
                 **{name: part.to(self.ensemble.device) for name, part in job.inputs.items()},
-                "generation_config": job.config,
+                "generation_config": config,
                 "logits_processor": list(job.processors()),
-                "stopping_criteria": StoppingCriteriaList([Listens()]),
+                "stopping_criteria": StoppingCriteriaList([Listens()] if is_heard else []),
                 "streamer": None if beams else Tells(),
                 "seed": job.seed if self.ensemble.config.method.takes_seed else None,
             }

@@ -89,6 +89,7 @@ class _Writes(Requests):
     """An endpoint whose answers this library formats."""
 
     is_chat: bool
+    _unused_fields: frozenset[str] = frozenset()
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request."""

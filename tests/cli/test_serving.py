@@ -61,7 +61,7 @@ def whole_characters(text):
 
 def test_the_ensemble_is_the_only_model(client):
     assert [model.id for model in client.models.list()] == ["both"]
-    with pytest.raises(openai.BadRequestError, match="'other'"):
+    with pytest.raises(openai.NotFoundError, match="'other'"):
         client.chat.completions.create(model="other", messages=MESSAGES)
 
 
@@ -80,12 +80,15 @@ def test_a_streamed_answer_is_the_same(client, ensemble):
     assert sum(bool(chunk.choices[0].delta.content) for chunk in chunks) > 1
 
 
-def test_stop_strings_end_an_answer(client, ensemble):
+def test_stop_strings_end_an_answer_and_are_no_part_of_it(client, ensemble):
     whole = expected(ensemble, max_new_tokens=12)
     stop = next(character for character in whole[1:] if character.isalpha())
     answer = ask(client, max_tokens=12, stop=[stop])
-    assert answer.choices[0].message.content == expected(ensemble, max_new_tokens=12, stop_strings=[stop])
-    assert len(answer.choices[0].message.content) < len(whole)
+    assert answer.choices[0].message.content == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    chunks = list(ask(client, max_tokens=12, stop=[stop, "zzz"], stream=True))
+    assert text_of(chunks) == whole[: whole.index(stop)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 def test_a_temperature_samples_and_a_seed_repeats(client, ensemble):
@@ -120,30 +123,30 @@ def test_bad_requests_are_answered_with_a_reason(client):
         ask(client, extra_body={"nonsense": 1})
     with pytest.raises(openai.BadRequestError, match="no 'text'"):
         client.chat.completions.create(model="both", messages=[{"role": "user", "content": [{"type": "text"}]}])
-    with pytest.raises(openai.BadRequestError, match="max_new_tokens"):
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
         ask(client, max_tokens=0)
 
 
 def test_a_failing_member_is_an_error_within_the_stream(client, ensemble, monkeypatch):
-    def generate(*, streamer, input_ids, **options):
-        from hf_ensemble import MemberError
+    from hf_ensemble import MemberError
+    from hf_ensemble.decoding.running_batch import RunningBatch
 
-        streamer.put(input_ids)
-        streamer.put(input_ids[0, -1:])
-        raise MemberError('member "x" gave\nNaN')
+    step, numbers = RunningBatch.step, iter(range(100))
 
-    monkeypatch.setattr(ensemble, "generate", generate)
-    with pytest.raises(openai.APIError) as caught:
-        list(ask(client, stream=True))
-    assert caught.value.body == "member 'x' gave NaN"
+    def breaks(self):
+        if next(numbers) % 3 == 2:
+            raise MemberError('member "x" gave\nNaN')
+        step(self)
+
+    monkeypatch.setattr(RunningBatch, "step", breaks)
+    stream = ask(client, stream=True)
+    assert next(iter(stream)).choices[0].delta.role == "assistant"
+    with pytest.raises(openai.APIError, match='member "x" gave\nNaN'):
+        list(stream)
     with pytest.raises(openai.InternalServerError, match="NaN"):
-        monkeypatch.setattr(ensemble, "generate", lambda **options: generate(streamer=Silent(), **options))
         ask(client)
-
-
-class Silent:
-    def put(self, value):
-        pass
+    events = list(client.responses.create(model="both", input="The cat", stream=True))
+    assert "member 'x' gave NaN" in str(events)
 
 
 def test_other_endpoints(client, ensemble):
