@@ -249,13 +249,20 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     Examples:
       hf-ensemble serve --members chat-a model-b
       hf-ensemble serve --members my-chat --port 8080 --name my-chat
-      hf-ensemble serve --members chat-a model-b --method gac --weights 0.7 0.3 --host 0.0.0.0
+      hf-ensemble serve --members chat-a model-b --method gac --weights 0.7 0.3 --host 0.0.0.0 --api-key-env MY_KEY
     """
     parser.add_argument("--host", default="localhost", help="default: localhost")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 for any that is free")
     parser.add_argument("--name", help="name of the model that clients ask for (default: the members' names, with +)")
     parser.add_argument("--enable-cors", action="store_true", help="let pages of other hosts ask")
     parser.add_argument("--log-level", default="info", choices=["error", "warning", "info", "debug"])
+    parser.add_argument("--api-key-env", metavar="NAME", help="variable of the environment that holds the key of clients")
+    add = parser.add_argument_group("limits").add_argument
+    add("--max-batch", type=int, help="texts that are written together (default: 32)")
+    add("--max-waiting", type=int, help="texts that may wait; more is a 503 (default: 256)")
+    add("--max-new-tokens", type=int, help="that a request may ask for; more is a 400 (default: 4096)")
+    add("--max-seconds", type=float, help="until a request is given up with a 504 (default: 600)")
+    add("--max-body-bytes", type=int, help="of a request; more is a 413 (default: 1048576)")
 
 
 # Arguments that several commands take

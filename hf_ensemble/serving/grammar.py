@@ -4,7 +4,10 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
+
+from transformers import SuppressTokensLogitsProcessor
 
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
@@ -47,14 +50,25 @@ class Grammars:
                     "`response_format` of type 'json_schema' needs `json_schema.schema`, an object."
                 )
             text = json.dumps(schema)
-            compiled = self._get(text, lambda compiler: compiler.compile_json_schema(text))
+            # With white space wherever JSON allows it, no schema would bound a text.
+            compiled = self._get(text, lambda compiler: compiler.compile_json_schema(text, any_whitespace=False))
         else:
             raise ConfigurationError(
                 f"`response_format.type` has to be 'text', 'json_object' or 'json_schema', but is {kind!r}."
             )
         from xgrammar.contrib.hf import LogitsProcessor
 
-        return lambda: [LogitsProcessor(compiled)]
+        if kind == "json_object":
+            return lambda: [LogitsProcessor(compiled)]
+        # Bounded strings are let have them, with which no text is JSON.
+        return lambda: [SuppressTokensLogitsProcessor(self._control_characters), LogitsProcessor(compiled)]
+
+    @cached_property
+    def _control_characters(self) -> list[int]:
+        """The ids that write a control character, such as a line break."""
+        primary = self._ensemble.member_views[0]
+        entries = primary.encoder.token_bytes.entries
+        return [i for i, entry in enumerate(entries) if not primary.is_control(i) and any(byte < 0x20 for byte in entry)]
 
     def _get(self, key: str, compile_with: Callable[[Any], Any]) -> Any:
         with self._lock:

@@ -89,7 +89,7 @@ class _Writes(Requests):
     """An endpoint whose answers this library formats."""
 
     is_chat: bool
-    _unused_fields: frozenset[str] = frozenset()
+    _unused_fields: set[str] = set()
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request."""

@@ -68,6 +68,7 @@ def test_examples_of_the_help_run(line, files, monkeypatch, capsys):
     served = []
     if argv[0] == "serve":
         serving = pytest.importorskip("hf_ensemble.serving")
+        monkeypatch.setenv("MY_KEY", "secret")
         monkeypatch.setattr(serving, "serve", lambda *args, **options: served.append(args))
     if argv[0] == "chat":
         lines = iter(["Hi", "/exit"])

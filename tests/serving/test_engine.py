@@ -106,7 +106,7 @@ def test_who_gives_up_frees_a_place_within_a_step(ensemble, slowly, stream):
 
 def test_a_request_that_takes_too_long_is_ended(ensemble, slowly):
     limits = Limits(max_seconds=0.4)
-    with served(ensemble, limits=limits) as (app, address), client_of(address) as client:
+    with served(ensemble, limits=limits) as (_, address), client_of(address) as client:
         with pytest.raises(openai.InternalServerError, match="took longer than 0.4 s") as caught:
             ask(client, max_tokens=500)
         assert caught.value.status_code == 504
