@@ -64,6 +64,18 @@ def test_decode(members, run):
 
 
 @pytest.mark.slow
+def test_serving(members, run):
+    pytest.importorskip("openai")
+    options = ["--clients", 3, "--new-tokens", 4]
+    (rows,) = run("serving", "--models", *members, "--method", "gac", "--repeats", 1, *options)
+    assert [row["clients at once"] for row in rows] == ["1", "3"]
+    assert [row["same texts"] for row in rows] == ["3 of 3"] * 2
+    assert is_number(rows[1]["times as many"])
+    (rows,) = run("serving", "--tokenizers", *members, *TINY, *options)
+    assert [row["requests"] for row in rows] == ["3", "3"]
+
+
+@pytest.mark.slow
 def test_deepen(members, run):
     options = ["--models", *members, "--new-tokens", 1, "--rounds", 1, "--device", "cpu"]
     steps, average, support = run("deepen", *options)

@@ -47,7 +47,9 @@ def main() -> None:
         time.sleep(0.01)
     address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
     print(setting(ensemble.device, ensemble.dtype, f"{args.new_tokens} new tokens", f"{args.repeats} repeats"))
-    print_heads("clients at once", "requests", "seconds", "processor seconds", "tokens a second", "times as many", "same texts")
+    print_heads(
+        "clients at once", "requests", "seconds", "processor seconds", "tokens a second", "times as many", "same texts"
+    )
     first_rate, expected = None, None
     with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=3600) as client:
 

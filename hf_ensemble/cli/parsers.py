@@ -256,7 +256,9 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="name of the model that clients ask for (default: the members' names, with +)")
     parser.add_argument("--enable-cors", action="store_true", help="let pages of other hosts ask")
     parser.add_argument("--log-level", default="info", choices=["error", "warning", "info", "debug"])
-    parser.add_argument("--api-key-env", metavar="NAME", help="variable of the environment that holds the key of clients")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="variable of the environment that holds the key of clients"
+    )
     add = parser.add_argument_group("limits").add_argument
     add("--max-batch", type=int, help="texts that are written together (default: 32)")
     add("--max-waiting", type=int, help="texts that may wait; more is a 503 (default: 256)")

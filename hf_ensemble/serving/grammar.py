@@ -68,7 +68,9 @@ class Grammars:
         """The ids that write a control character, such as a line break."""
         primary = self._ensemble.member_views[0]
         entries = primary.encoder.token_bytes.entries
-        return [i for i, entry in enumerate(entries) if not primary.is_control(i) and any(byte < 0x20 for byte in entry)]
+        return [
+            i for i, entry in enumerate(entries) if not primary.is_control(i) and any(byte < 0x20 for byte in entry)
+        ]
 
     def _get(self, key: str, compile_with: Callable[[Any], Any]) -> Any:
         with self._lock:

@@ -31,6 +31,7 @@ def fits(text):
 def test_a_schema_is_kept_to_beside_answers_without_one(method):
     pytest.importorskip("xgrammar")
     with served(tiny_ensemble(method=method)) as (_, address), client_of(address) as client:
+
         def ask(options):
             return client.chat.completions.create(model="both", messages=MESSAGES, **options).choices[0]
 
@@ -67,7 +68,10 @@ def test_text_is_any_text(ask):
     ("response_format", "words"),
     [
         ({"type": "json_schema"}, "json_schema.schema"),
-        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}}, "cannot be compiled"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}},
+            "cannot be compiled",
+        ),
         ({"type": "grammar"}, "'grammar'"),
     ],
 )
