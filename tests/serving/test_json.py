@@ -83,13 +83,20 @@ def test_a_format_that_is_none_is_refused(ask, response_format, words):
 
 def test_without_the_package_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with served(tiny_ensemble()) as (_, address), client_of(address) as client:
-        with pytest.raises(openai.BadRequestError, match=r"hf_ensemble\[json\]"):
-            client.chat.completions.create(model="both", messages=MESSAGES, response_format={"type": "json_object"})
+    found = refusal(tiny_ensemble())
+    assert "hf_ensemble[json]" in found
 
 
 def test_spans_refuse_it_with_the_reason():
     pytest.importorskip("xgrammar")
-    with served(tiny_ensemble(method="sweetspan")) as (_, address), client_of(address) as client:
-        with pytest.raises(openai.BadRequestError, match="sweetspan"):
-            client.chat.completions.create(model="both", messages=MESSAGES, response_format={"type": "json_object"})
+    assert "sweetspan" in refusal(tiny_ensemble(method="sweetspan"))
+
+
+def refusal(ensemble):
+    with (
+        served(ensemble) as (_, address),
+        client_of(address) as client,
+        pytest.raises(openai.BadRequestError) as caught,
+    ):
+        client.chat.completions.create(model="both", messages=MESSAGES, response_format={"type": "json_object"})
+    return str(caught.value)
