@@ -35,7 +35,7 @@ def load_ensemble(args: argparse.Namespace, places: Sequence[int] | None = None)
     method = read_method(args)
     given = {name: _per_member(name, args, places) for name in ("dtype", "device_map", "revision")}
     options = {name: value for name, value in given.items() if value is not None}
-    options |= {"allow_remote": args.allow_remote, "api_key_env": args.api_key_env}
+    options |= {"allow_remote": args.allow_remote, "api_key_env": args.member_key_env}
     source: Any = args.members[0]
     if len(args.members) > 1:
         revision = options.pop("revision", None)

@@ -283,7 +283,7 @@ def _add_members(parser: argparse.ArgumentParser) -> None:
     add("--device-map", nargs="+", help="where the weights go: one, or one a member")
     add("--revision", nargs="+", help="branch, tag or commit on the Hub: one, or one a member")
     add("--allow-remote", action="store_true", help="let a saved ensemble reach its servers and start its actors")
-    add("--api-key-env", metavar="NAME", help="environment variable with the key for a saved ensemble's servers")
+    add("--member-key-env", metavar="NAME", help="environment variable with the key for a saved ensemble's servers")
 
 
 def _add_method(parser: argparse.ArgumentParser) -> None:
