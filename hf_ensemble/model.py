@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from .chat.tokenizer import ensemble_tokenizer
 from .checking.findings import CheckReport
 from .checking.run import check_members
 from .config import EnsembleConfig, MethodConfig, check_positive_integer, method_config
-from .decoding.call import Call, Kept, end_ids, take_prompt
+from .decoding.call import Call, Kept, end_ids
 from .decoding.prompts import OwnPrompts
 from .decoding.refusals import refuse_for_ensembles, refuse_without_output
 from .decoding.step_weights import StepWeights, WeightsLike
@@ -25,7 +25,7 @@ from .member_comparison import CompatibilityReport, compare_members
 from .members.member import Member, refuse_missing_offers
 from .modes import mode_for_generate, mode_of
 from .modes.base import Mode
-from .modes.options import take_options
+from .modes.options import run_call, take_options
 from .modes.stock_loop import StockLoopHooks
 from .offers import Offer
 from .scoring.likelihoods import Likelihoods, score_pairs
@@ -345,37 +345,13 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         try:
             call = self.new_call(method, weights)
             call.seed, call.arguments = seed, arguments
-            return self.run_call(call, mode_for, inputs, kwargs, member_prompts)
+            return run_call(self, call, mode_for, inputs, kwargs, member_prompts)
         except BaseException:
             if streamer is not None:
                 # So its readers never hang; what failed is what is seen, also if the streamer (its event loop) fails too.
                 with contextlib.suppress(Exception):
                     streamer.end()
             raise
-
-    def run_call(
-        self,
-        call: Call,
-        mode_for: Callable[[Call], Mode],
-        inputs: Tensor | None,
-        kwargs: dict[str, Any],
-        member_prompts: Sequence[Any] | None = None,
-    ) -> Any:
-        """Run a call that has its arguments, in a mode that is chosen once its options are known; for modes only.
-
-        Args:
-            call: The call.
-            mode_for: Gives the mode, or refuses.
-            inputs: As in `generate`.
-            kwargs: Generation options and the primary's inputs, as in `generate`.
-            member_prompts: As in `generate`.
-        """
-        take_options(self, call, call.arguments.get("generation_config"), kwargs)
-        mode = mode_for(call)
-        inputs = take_prompt(call, inputs, kwargs, member_prompts)
-        if call.settings.stop_strings is not None and kwargs.get("tokenizer") is None:
-            kwargs["tokenizer"] = self.tokenizer
-        return mode.run(self, inputs, {**call.arguments, **kwargs})
 
     def check_options(
         self, *, method: str | MethodConfig | None = None, weights: WeightsLike | None = None, **options: Any

@@ -1,8 +1,6 @@
 """The rows of a call that still write, and the state of every member that runs in them."""
 
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -14,6 +12,7 @@ from ..methods.base import TokenMethod
 from .call import Call
 from .few_entries import FewEntries
 from .listed_ids import ListedIds
+from .member_seconds import MemberSeconds
 from .prompts import expand_prompts, read_prompts
 from .step import sent
 from .text_warnings import warn_of_control, warn_of_losses
@@ -40,7 +39,7 @@ class LiveRows:
         live: Numbers of the rows that still write.
         states: The state of each member that runs here, by member index; a row for each live row.
         num_steps: Number of steps so far.
-        seconds: By member index, in which members were started or waited for.
+        seconds: In which members were started or waited for.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class LiveRows:
             index: MemberState(members[index], rows, num_expected=max_new_tokens * (5 if index else 4) // 4)
             for index, rows in prompts.contexts.items()
         }
-        self.seconds = dict.fromkeys(self.states, 0.0)
+        self.seconds = MemberSeconds(self.states)
         self._device = prompt_ids.device
         self._said: dict[int, Tensor | None] = {}
         # Members of which few entries travel.
@@ -103,11 +102,7 @@ class LiveRows:
 
     def where(self, position: int) -> str:
         """Say where a row is at this step."""
-        return f"in row {position} at step {self.steps_of(position) + 1}"
-
-    def steps_of(self, row: int) -> int:
-        """Number of steps since a row joined."""
-        return self.num_steps - self._begun_at[row]
+        return f"in row {position} at step {self.num_steps - self._begun_at[position] + 1}"
 
     def sitting_out(self) -> dict[int, list[int]]:
         """The live rows that each member cannot follow just now."""
@@ -138,18 +133,18 @@ class LiveRows:
         # All are started before one is waited for; what runs in this process may keep the host until it is through.
         to_start = [index for index, places in places_of.items() if places]
         for index in sorted(to_start, key=lambda index: not self._runs_beside(index)):
-            with self.timed(index):
+            with self.seconds.of(index):
                 self._start(index, places_of[index])
         for index, places in places_of.items():
             if index not in self._sparse:
-                with self.timed(index):
+                with self.seconds.of(index):
                     self._said[index] = self._logits(index, places) if places else None
         found = [self._said.get(index) for index in range(len(self.members))]
         if not self._sparse:
             return found
         for index, places in places_of.items():
             if places and index in self._sparse:
-                with self.timed(index):
+                with self.seconds.of(index):
                     self._few.take(index, [self.live[place] for place in places])
         starts = [] if self._method.build_at_start is None else self.losing_space()
         return self._few.read(found, needed, self.live, starts)
@@ -167,13 +162,6 @@ class LiveRows:
     def normalizers(self) -> dict[int, Tensor | None]:
         """The normalizers of members of which few entries travel."""
         return self._few.normalizers
-
-    @contextmanager
-    def timed(self, index: int) -> Iterator[None]:
-        """Count how long a member takes."""
-        began = time.perf_counter()
-        yield
-        self.seconds[index] += time.perf_counter() - began
 
     def _start(self, index: int, places: list[int]) -> None:
         if self._begun.pop(index, None) == places:
@@ -286,19 +274,11 @@ class LiveRows:
         """Let rows end."""
         if not rows:
             return
-        self.end_what_is_begun()
         kept = [place for place, row in enumerate(self.live) if row not in rows]
         self.live = [self.live[place] for place in kept]
         self._place_of = {row: place for place, row in enumerate(self.live)}
         for state in self.states.values():
             state.select(kept)
-
-    def end_what_is_begun(self) -> None:
-        """Wait for the steps that were started before the loop came to them."""
-        for index in self._begun:
-            if index in self._sparse:
-                self.states[index].entries()
-        self._begun = {}
 
     def without_room(self, ends: Sequence[int]) -> set[int]:
         """Rows that have to end because a member has no position left for what was just written; a warning says so.
@@ -310,7 +290,7 @@ class LiveRows:
         for row, member, limit in self._full_rows():
             if not ends[row]:
                 full.add(row)
-                messages.warn(messages.no_position_left(member.name, limit, row, self.steps_of(row)))
+                messages.warn(messages.no_position_left(member.name, limit, row, self.num_steps - self._begun_at[row]))
         return full
 
     def check_room(self) -> None:
@@ -331,6 +311,6 @@ class LiveRows:
             limit = member.max_positions
             if limit is not None and (index == 0 or index in self.states):
                 for place, row in enumerate(self.live):
-                    of_primary = self._prompt_lengths[row] + self.steps_of(row)
+                    of_primary = self._prompt_lengths[row] + self.num_steps - self._begun_at[row]
                     if (len(self.states[index].contexts[place].ids) if index else of_primary) > limit:
                         yield row, member, limit

@@ -1,6 +1,6 @@
 """Live rows of several calls, which join and leave."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from .live_rows import LiveRows
@@ -14,7 +14,7 @@ class SharedRows(LiveRows):
         self.read_prompts()
         for index, state in self.states.items():
             if not state.caches.is_elsewhere:
-                with self.timed(index):
+                with self.seconds.of(index):
                     state.start()
 
     def join(self, other: "SharedRows") -> None:
@@ -25,7 +25,7 @@ class SharedRows(LiveRows):
         Args:
             other: Rows of a call with the same members and method, which nobody uses any more.
         """
-        self.end_what_is_begun()
+        self._end_what_is_begun()
         if self._prompt_of_row is not None and other._prompt_of_row is not None:
             self._prompt_of_row += self._take_prompts(other, other._prompt_of_row)
         else:
@@ -38,7 +38,7 @@ class SharedRows(LiveRows):
         self._place_of = {row: row for row in self.live}
         self._num_rows = self._few.num_rows = len(self.live)
         self._prompt_lengths += other._prompt_lengths
-        self._begun_at += [self.num_steps - other.steps_of(row) for row in other.live]
+        self._begun_at += [self.num_steps - other.num_steps + other._begun_at[row] for row in other.live]
 
     def _take_prompts(self, other: "SharedRows", prompt_of_row: Sequence[int]) -> list[int]:
         """Let prompts stand after these, or in the place of an equal one; for each of the rows its number among all."""
@@ -65,3 +65,16 @@ class SharedRows(LiveRows):
         self.live = list(range(len(live)))
         self._place_of = {row: row for row in self.live}
         return live
+
+    def drop(self, rows: Collection[int]) -> None:
+        """Let rows end."""
+        if rows:
+            self._end_what_is_begun()
+        super().drop(rows)
+
+    def _end_what_is_begun(self) -> None:
+        """Wait for the steps that were started before the loop came to them."""
+        for index in self._begun:
+            if index in self._sparse:
+                self.states[index].entries()
+        self._begun = {}

@@ -204,14 +204,9 @@ class TokenDecoder:
         return settled
 
     def settle_with(self, scores: Tensor, raised: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Let the proposals decide alone wherever processors have left some of them.
+        """The same as `settle`, given which ids an option raises; and the log-probabilities that were decided on.
 
-        Args:
-            scores: What the processors made of what `fuse` gave, of shape `(batch_size, primary_vocab_size)`.
-            raised: Ids that an option raises, of the same shape; None for none.
-
-        Returns:
-            Scores, and the log-probabilities that were decided on, each of the same shape.
+        All are of shape `(batch_size, primary_vocab_size)`.
         """
         assert self._proposals is not None
         if self._fused is not None:

@@ -1,11 +1,14 @@
 """The generation options of one call: the user's, beside what the method sets itself."""
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import GenerationConfig
 
-from ..decoding.call import Call
+from ..decoding.call import Call, take_prompt
+from .base import Mode
 
 _OF_THE_PROMPT = ("input_ids", "attention_mask", "token_type_ids", "tokenizer")
 """Keyword arguments of `generate` that say what the prompt is, or are none of the primary's."""
@@ -43,3 +46,29 @@ def take_options(model: Any, call: Call, generation_config: GenerationConfig | N
     if num_returned is not None:
         call.settings.num_return_sequences = num_returned
     call.primary_inputs = frozenset(others).difference(_OF_THE_PROMPT)
+
+
+def run_call(
+    model: Any,
+    call: Call,
+    mode_for: Callable[[Call], Mode],
+    inputs: Tensor | None,
+    kwargs: dict[str, Any],
+    member_prompts: Sequence[Any] | None = None,
+) -> Any:
+    """Run a call that has its arguments, in a mode that is chosen once its options are known.
+
+    Args:
+        model: The ensemble.
+        call: The call.
+        mode_for: Gives the mode, or refuses.
+        inputs: As in `generate`.
+        kwargs: Generation options and the primary's inputs, as in `generate`.
+        member_prompts: As in `generate`.
+    """
+    take_options(model, call, call.arguments.get("generation_config"), kwargs)
+    mode = mode_for(call)
+    inputs = take_prompt(call, inputs, kwargs, member_prompts)
+    if call.settings.stop_strings is not None and kwargs.get("tokenizer") is None:
+        kwargs["tokenizer"] = model.tokenizer
+    return mode.run(model, inputs, {**call.arguments, **kwargs})

@@ -15,6 +15,7 @@ from ..decoding.running_batch import Row, Written
 from ..decoding.shared_decoder import SharedDecoder
 from ..errors import ConfigurationError
 from .base import Mode
+from .options import run_call
 from .tokens import TokenMode, refuse_processors
 
 
@@ -80,7 +81,7 @@ def new_row(
         "logits_processor": logits_processor,
         "stopping_criteria": None,
     }
-    ensemble.run_call(call, mode_for, None, dict(inputs))
+    run_call(ensemble, call, mode_for, None, dict(inputs))
     return made[0].row
 
 

@@ -275,7 +275,7 @@ class Engine:
         self._forget(key, batch)
 
     def _seconds(self, batch: _Batch, index: int) -> float:
-        return batch.running.decoder.rows.seconds[index]
+        return batch.running.decoder.rows.seconds.total[index]
 
     def _forget(self, key: Hashable, batch: _Batch) -> None:
         batch.jobs = {row: batch.jobs[row] for row in batch.running.rows}
