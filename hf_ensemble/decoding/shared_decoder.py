@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MemberError
-from .shared_rows import SharedRows
+from .joining_rows import JoiningRows
 from .token_decoder import TokenDecoder
 
 
@@ -18,8 +18,8 @@ class SharedDecoder(TokenDecoder):
     Every row has draws of its own, and the primary runs here. Arguments are those of `TokenDecoder`.
     """
 
-    kind_of_rows = SharedRows
-    rows: SharedRows
+    kind_of_rows = JoiningRows
+    rows: JoiningRows
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, runs_primary=True, **kwargs)

@@ -6,7 +6,7 @@ from typing import Any
 from .live_rows import LiveRows
 
 
-class SharedRows(LiveRows):
+class JoiningRows(LiveRows):
     """Live rows that those of other calls join; see `LiveRows`."""
 
     def read_all(self) -> None:
@@ -17,7 +17,7 @@ class SharedRows(LiveRows):
                 with self.seconds.of(index):
                     state.start()
 
-    def join(self, other: "SharedRows") -> None:
+    def join(self, other: "JoiningRows") -> None:
         """Let the rows of other calls, of which none has ended, stand after these.
 
         Both have read their prompts, or neither has: then rows of equal ones share them, and all are read together.
@@ -40,7 +40,7 @@ class SharedRows(LiveRows):
         self._prompt_lengths += other._prompt_lengths
         self._begun_at += [self.num_steps - other.num_steps + other._begun_at[row] for row in other.live]
 
-    def _take_prompts(self, other: "SharedRows", prompt_of_row: Sequence[int]) -> list[int]:
+    def _take_prompts(self, other: "JoiningRows", prompt_of_row: Sequence[int]) -> list[int]:
         """Let prompts stand after these, or in the place of an equal one; for each of the rows its number among all."""
         numbers: dict[Any, int] = {}
         for rows in (self, other):
