@@ -1,6 +1,7 @@
 """Constrained decoding as libraries do it: the fused law keeps to it, with drafts and without; spans refuse it."""
 
 import functools
+import itertools
 import json
 import re
 
@@ -19,11 +20,13 @@ DRAFTS = {"alone": {}, "drafts": {"speculation": "ngram"}}
 
 
 def each_way(function):
-    """Every method of the tests, with drafts and without, greedy and (slowly) sampled."""
-    slowly = pytest.param("sampled", marks=pytest.mark.slow)
-    function = pytest.mark.parametrize("method", ["unite", "gac"])(function)
-    function = pytest.mark.parametrize("drafts", DRAFTS)(function)
-    return pytest.mark.parametrize("options", ["greedy", slowly])(function)
+    """Every method of the tests, with drafts and without, greedy and sampled; two of these are quick."""
+    quick = [("unite", "drafts", "greedy"), ("gac", "alone", "greedy")]
+    ways = [
+        pytest.param(*way, marks=[pytest.mark.slow] * (way not in quick))
+        for way in itertools.product(("unite", "gac"), DRAFTS, OPTIONS)
+    ]
+    return pytest.mark.parametrize(("method", "drafts", "options"), ways)(function)
 
 
 made = functools.cache(tiny_ensemble)

@@ -27,6 +27,7 @@ def fits(text):
     return list(found) == ["name", "kind"] and len(found["name"]) <= 4 and found["kind"] in ("cat", "dog")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["unite", "gac"])
 def test_a_schema_is_kept_to_beside_answers_without_one(method):
     pytest.importorskip("xgrammar")
@@ -81,6 +82,7 @@ def test_a_format_that_is_none_is_refused(ask, response_format, words):
         ask(response_format=response_format)
 
 
+@pytest.mark.slow
 def test_without_the_package_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     found = refusal(tiny_ensemble())
