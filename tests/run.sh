@@ -55,11 +55,11 @@ oldest_environment() {
 
 # What lm-eval brings makes every import slower, and Ray is large: each has an environment of its own, on top of the newest.
 extra_environment() {
-    local extra=$1 folder=.venvs/$1 where="import sysconfig; print(sysconfig.get_path('purelib'))"
+    local folder=.venvs/$1 where="import sysconfig; print(sysconfig.get_path('purelib'))"
     cmp -s .venvs/newest/made-for $folder/made-for && return
     bare_environment $folder || return 1
     echo "import site; site.addsitedir('$($newest/python -c "$where")')" >"$($folder/bin/python -c "$where")/newest.pth"
-    $folder/bin/python -m pip install -qq --disable-pip-version-check --no-compile "torch==2.13.0" --editable ".[$extra]" &&
+    $folder/bin/python -m pip install -qq --disable-pip-version-check --no-compile "torch==2.13.0" "${@:2}" &&
         cp .venvs/newest/made-for $folder
 }
 
@@ -90,8 +90,10 @@ mkdir -p .venvs
 $quick || background oldest oldest_environment
 stage "newest versions" make_environment .venvs/newest --group dev || exit 1
 if ! $quick; then
-    background lm-eval extra_environment lm-eval
-    background ray extra_environment ray
+    background lm-eval extra_environment lm-eval --editable ".[lm-eval]"
+    background ray extra_environment ray --editable ".[ray]"
+    # What it needs beside these is there, but for a compiler of a gigabyte that it uses on GPUs only.
+    background json extra_environment json --no-deps "xgrammar==0.2.9" "apache-tvm-ffi==0.1.15.post2"
     background mypy $newest/mypy
     stage "ruff format" $newest/ruff format --check .
     stage "ruff check" $newest/ruff check .
@@ -104,6 +106,8 @@ if ! $quick; then
     stage "lm-eval" result_of lm-eval || with_lm_eval=$newest
     with_ray=.venvs/ray/bin
     stage "ray" result_of ray || with_ray=$newest
+    with_json=.venvs/json/bin
+    stage "json" result_of json || with_json=$newest
 fi
 
 without="not gpu"
@@ -141,6 +145,7 @@ if ! $quick; then
         --ignore=tests/choosing --ignore=tests/members/test_served_requests.py --ignore=tests/test_{docs,examples,benchmarks,comparisons,mixing,pages}.py \
         --ignore=tests/answers/test_{chrf,options,record}.py "${few_of_oldest[@]}"
     tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not (unite or gemma or scripts)" "${few_real[@]}"
+    tests "grammars, newest" $with_json/python -m pytest --quiet tests/serving/test_json.py tests/decoding/test_constraints.py -p no:logging -k "json or grammar or matcher"
     # One process: each starts its own nodes, and what is measured is whether processes end.
     tests "ray, newest" $with_ray/python -m pytest --quiet tests/ray -p no:logging -m "$without$few_ray"
     tests "real and lm-eval, newest" $with_lm_eval/python "${real[@]}" "$without" tests/test_lm_eval.py

@@ -112,16 +112,6 @@ def test_xgrammar_is_kept_to(method, drafts, options):
     assert fits(text)
 
 
-@each_way
-def test_outlines_is_kept_to(method, drafts, options):
-    outlines = pytest.importorskip("outlines")
-    ensemble = made(method=method)
-    model = outlines.from_transformers(ensemble, ensemble.tokenizer)
-    torch.manual_seed(0)
-    wanted = outlines.types.JsonSchema(json.dumps(SCHEMA))
-    assert fits(model(PROMPT, wanted, max_new_tokens=200, **OPTIONS[options], **DRAFTS[drafts]))
-
-
 @pytest.mark.parametrize(
     "constraint",
     [
