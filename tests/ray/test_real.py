@@ -34,7 +34,7 @@ def pair(cluster):
         {"method": "eva"},
         {"method": DeepenConfig(num_anchors=500, support=64)},
         {"method": "sweetspan"},
-        {"method": "sweetspan", "do_sample": True, "seed": 1},
+        {"method": "sweetspan", "do_sample": True},
         {"method": "vote"},
         {"method": RerankConfig(num_candidates=2), "do_sample": True, "seed": 1},
         {"method": UniteConfig(threshold=0.5, gate=1)},
