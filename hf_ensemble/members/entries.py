@@ -58,3 +58,9 @@ class Entries:
         at = row.to(rows.device), self.ids[row, place].to(rows.device)
         rows[at] = self.logits[row, place].to(rows.device)
         return rows
+
+
+def padded_ids(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Ids of every row, of shape `(num_rows, longest)`; -1 for none."""
+    width = max(map(len, rows), default=0)
+    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows], dtype=torch.long)

@@ -18,7 +18,7 @@ from ...errors import ConfigurationError
 from ...mixing import log_normalizer, merge_duplicates, top_entries
 from ..cached_rows import CachedRows
 from ..cuda_graphs import Captured
-from ..entries import EntryIds
+from ..entries import EntryIds, padded_ids
 from .line import AnsweringLine, Number
 from .wire import Delta, Ids, Packed, PackedIds
 
@@ -189,10 +189,9 @@ class BestEntries:
             sorted({*self._eos_ids, *row, *(i for one in row for i in self._others.get(one, ()))})
             for row in numbers[:, 1:].astype(np.int64).tolist()
         ]
-        width = max(map(len, of_rows))
-        ids = np.array([row + [-1] * (width - len(row)) for row in of_rows], dtype=np.int32)
-        at = torch.from_numpy(ids.clip(0).astype(np.int64)).to(logits.device)
-        return EntriesFound(ids, logits.gather(1, at).float().cpu().numpy(), numbers[:, 0].astype(np.float32))
+        ids = padded_ids(of_rows)
+        found_logits = logits.gather(1, ids.clamp_min(0).to(logits.device)).float().cpu().numpy()
+        return EntriesFound(ids.numpy().astype(np.int32), found_logits, numbers[:, 0].astype(np.float32))
 
 
 def _best_of(logits: Tensor, *, entry_ids: EntryIds, count: int) -> tuple[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cached_rows import CachedRows
-from ..entries import Entries, EntryIds
+from ..entries import Entries, EntryIds, padded_ids
 from .actor import EntriesFound
 from .link import ActorLink
 from .wire import Delta, Packed, ids_of
@@ -93,8 +93,7 @@ class RemoteRows(CachedRows):
     def logits_of(self) -> Entries:
         """Wait for the logits that were started last."""
         found = torch.from_numpy(np.array(self._waited()))
-        width = max(map(len, self._asked_ids))
-        ids = torch.tensor([row + [-1] * (width - len(row)) for row in self._asked_ids])
+        ids = padded_ids(self._asked_ids)
         return Entries(ids, torch.zeros(ids.shape).masked_scatter_(ids >= 0, found))
 
     def _waited(self) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cached_rows import CachedRows
-from ..entries import Entries, EntryIds
+from ..entries import Entries, EntryIds, padded_ids
 from .completions import MAX_ASKED, Completions
 from .threads import collected
 
@@ -155,10 +155,7 @@ def _contenders(row: Mapping[int, float], least: float, groups: Mapping[int, Seq
 
 
 def _entries(rows: Sequence[Mapping[int, float]]) -> Entries:
-    width = max((len(row) for row in rows), default=0)
-    ids = torch.full((len(rows), width), -1)
-    logits = torch.full((len(rows), width), -torch.inf)
-    for n, row in enumerate(rows):
-        ids[n, : len(row)] = torch.tensor(list(row), dtype=torch.long)
-        logits[n, : len(row)] = torch.tensor(list(row.values()), dtype=torch.float32)
+    ids = padded_ids(list(map(list, rows)))
+    logits = torch.full(ids.shape, -torch.inf)
+    logits[ids >= 0] = torch.tensor([value for row in rows for value in row.values()])
     return Entries(ids, logits)
