@@ -33,7 +33,8 @@ def check_placement(items: Sequence[MemberConfig], placement: Any, is_saved: boo
         if item.ray is not None and is_saved and not allow_remote:
             raise ConfigurationError(
                 f"member {name_of(item)!r} of this saved ensemble is to run in a Ray actor (`ray={item.ray}`). A saved "
-                "ensemble starts something elsewhere only if you say so: pass `allow_remote=True`."
+                "ensemble starts something elsewhere only if you say so: pass `allow_remote=True`, or `--allow-remote` on "
+                "the command line."
             )
         if placement == "ray" and not item.is_elsewhere:
             item.ray = {}

@@ -34,7 +34,8 @@ def check_served(items: Sequence[MemberConfig], api_key_env: Any, is_saved: bool
         if is_saved and not allow_remote:
             raise ConfigurationError(
                 f"member {number} of this saved ensemble, {item.model!r}, is behind the server {item.url}, to which prompts "
-                "would be sent. A saved ensemble reaches servers only if you say so: pass `allow_remote=True`."
+                "would be sent. A saved ensemble reaches servers only if you say so: pass `allow_remote=True`, or "
+                "`--allow-remote` on the command line."
             )
         try:
             import httpx2  # noqa: F401
