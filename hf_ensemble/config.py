@@ -395,8 +395,8 @@ def _primary_config(given: Any) -> PreTrainedConfig | None:
         options = dict(given)
         kind = options.pop("model_type", None)
         try:
-            # Of a served primary nothing but the size may be known.
-            given = AutoConfig.for_model(kind, **options) if kind else PreTrainedConfig(**options)
+            # Of a served primary nothing but the size may be known: its type is empty.
+            given = PreTrainedConfig(**options) if kind == "" else AutoConfig.for_model(kind, **options)
         except Exception as error:
             raise ConfigurationError(f"`primary_config` cannot be read: {str(error)[:200]}") from error
     if given is not None and (not isinstance(given, PreTrainedConfig) or isinstance(given, EnsembleConfig)):
