@@ -109,7 +109,7 @@ def build_app(
 
     @app.get("/metrics")
     def metrics() -> PlainTextResponse:
-        return PlainTextResponse(engine.metrics.text(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(engine.report(), media_type="text/plain; version=0.0.4")
 
     known = {getattr(route, "path", None) for route in app.routes}
 

@@ -127,7 +127,7 @@ class Engine:
         with self._wakes:
             if self._ends_at < math.inf:
                 raise Closing("the server is ending.")
-            free = self.limits.max_batch - self._num_running
+            free = self.limits.max_batch - self.num_running
             if len(self._waiting) + len(jobs) > self.limits.max_waiting + max(0, free):
                 rounds = (len(self._waiting) + len(jobs)) / self.limits.max_batch
                 raise QueueFull(max(1, min(600, round(rounds * self._seconds_of_texts))))
@@ -158,13 +158,20 @@ class Engine:
         if thread is not None:
             thread.join()
 
+    def report(self) -> str:
+        """The metrics as they are now, in Prometheus' format."""
+        self.metrics.set("texts_running", self.num_running)
+        self.metrics.set("texts_waiting", self.num_waiting)
+        return self.metrics.text()
+
     @property
     def num_waiting(self) -> int:
         """How many texts wait."""
         return len(self._waiting)
 
     @property
-    def _num_running(self) -> int:
+    def num_running(self) -> int:
+        """How many texts are being written together."""
         return sum(len(batch.jobs) for batch in list(self._batches.values()))
 
     # Of the engine's own thread
@@ -189,10 +196,9 @@ class Engine:
                 for key in list(self._batches):
                     self._drop(key, error)
                 self._fail(arrivals, error)
-            self._count()
 
     def _arrivals(self) -> list[Job]:
-        free = self.limits.max_batch - self._num_running
+        free = self.limits.max_batch - self.num_running
         arrivals: list[Job] = []
         while self._waiting and len(arrivals) < free:
             arrivals.append(self._waiting.popleft())
@@ -318,17 +324,12 @@ class Engine:
             self._seconds_of_texts += 0.2 * (seconds - self._seconds_of_texts)
         job.tell(written)
 
-    def _count(self) -> None:
-        self.metrics.set("texts_running", self._num_running)
-        self.metrics.set("texts_waiting", len(self._waiting))
-
     def _end_all(self) -> None:
         waiting = list(self._waiting)
         self._waiting.clear()
         for job in [*waiting, *(job for batch in self._batches.values() for job in batch.jobs.values())]:
             self._is_over(job)
         self._batches.clear()
-        self._count()
         self._thread = None
 
     # Calls of their own

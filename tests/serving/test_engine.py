@@ -101,7 +101,7 @@ def test_who_gives_up_frees_a_place_within_a_step(ensemble, slowly, stream):
             assert slowly.count(2) + slowly.count(1) - count < 10
             assert other.result().choices[0].message.content == text_alone(ensemble, MESSAGES, max_new_tokens=40)
         assert app.state.engine.metrics.value("texts_given_up_total") == 1
-        assert app.state.engine.metrics.value("texts_running") == 0
+        until(lambda: app.state.engine.num_running == 0)
 
 
 def test_a_request_that_takes_too_long_is_ended(ensemble, slowly):
@@ -165,11 +165,12 @@ def test_a_key_is_needed_where_there_is_one(ensemble):
 
 
 def test_metrics_count_what_was_done(ensemble):
-    with served(ensemble) as (_, address), client_of(address) as client:
+    with served(ensemble) as (app, address), client_of(address) as client:
         for _ in range(2):
             answer = ask(client, max_tokens=4)
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="x", messages=MESSAGES)
+        until(lambda: app.state.engine.num_running == 0)
         lines = dict(line.rsplit(" ", 1) for line in get(address, "/metrics").splitlines() if not line.startswith("#"))
         assert lines['hf_ensemble_requests_total{endpoint="/v1/chat/completions",status="200"}'] == "2"
         assert lines['hf_ensemble_requests_total{endpoint="/v1/chat/completions",status="404"}'] == "1"
