@@ -7,6 +7,7 @@ from ..members.local import LocalMember
 from ..members.member import Member, RowPrompt
 from ..members.member_model import tensors_of
 from ..members.state import MemberState, PlainContext
+from ..offers import Offer
 from .findings import Finding
 
 _TEXT = "The committee met on Monday and agreed that the old bridge should be mended before the winter. "
@@ -28,6 +29,8 @@ def check_model(member: Member) -> Iterator[Finding]:
             "Dropout, if it has any, draws other logits at every step.",
             "Call the model's `eval()`.",
         )
+    if Offer.ROWS not in member.offers:
+        return  # a server was tried when the ensemble was made
     context = member.read(RowPrompt(_TEXT.encode()), "append")
     context.write(_TEXT.encode() * 99)
     ids = context.ids[: int(min(member.max_length, _LONG))]

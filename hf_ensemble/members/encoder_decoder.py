@@ -1,6 +1,7 @@
 """An encoder-decoder model of this process, such as a translation model, as a member beside others."""
 
 import copy
+import difflib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -111,9 +112,22 @@ class EncoderDecoderMember(EncoderDecoderModel, LocalMember):
                 f"member {self.name!r} writes in one of several languages, but nobody says which: load it with "
                 '`MemberConfig(tokenizer_kwargs={"src_lang": ..., "tgt_lang": ...})`, or set `tgt_lang` of its tokenizer.'
             )
+        # A source in a language that the tokenizer does not know would begin with an unknown token.
+        if getattr(self.tokenizer, "src_lang", None) is not None:
+            self._known_language("src_lang")
+        return self._known_language("tgt_lang")
+
+    def _known_language(self, option: str) -> int:
+        """The token of the tokenizer's source or target language."""
+        language = getattr(self.tokenizer, option)
         found: Any = self.tokenizer.convert_tokens_to_ids(language)
         if found is None or found == self.tokenizer.unk_token_id:
-            raise ConfigurationError(f"member {self.name!r} knows no language {language!r} (`tgt_lang`).")
+            known = sorted(map(str, self.tokenizer.convert_ids_to_tokens(sorted(self._language_ids()))))
+            near = difflib.get_close_matches(str(language), known, n=3, cutoff=0.3) or known[:3]
+            raise ConfigurationError(
+                f"member {self.name!r} knows no language {language!r} (`{option}`). Among the {len(known)} that it knows: "
+                f"{', '.join(near)}."
+            )
         return int(found)
 
     def input_embeddings(self) -> Any:

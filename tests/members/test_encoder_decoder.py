@@ -557,12 +557,22 @@ def test_what_a_specialist_cannot_do_is_refused_by_name():
         ensemble.alone("nllb")
 
 
-@pytest.mark.parametrize("language", [None, "xyz_Latn"])
-def test_a_target_language_is_needed(language):
-    tokenizer = nllb_like(tgt_lang=language)
+@pytest.mark.parametrize(
+    ("languages", "message"),
+    [
+        ({"tgt_lang": None}, "'translator'.*tgt_lang"),
+        ({"tgt_lang": "xyz_Latn"}, r"'translator' knows no language 'xyz_Latn' \(`tgt_lang`\)"),
+        ({"src_lang": "english", "tgt_lang": "deu_Latn"}, r"language 'english' \(`src_lang`\).*eng_Latn"),
+    ],
+    ids=str,
+)
+def test_languages_are_named_and_known(languages, message):
+    tokenizer = nllb_like()
+    for option, language in languages.items():
+        setattr(tokenizer, option, language)
     parts = [trio()[0], (tiny_nllb(tokenizer), tokenizer)]
     names = [MemberConfig(name="a"), MemberConfig(name="translator")]
-    with pytest.raises(ConfigurationError, match="'translator'.*tgt_lang"):
+    with pytest.raises(ConfigurationError, match=message):
         EnsembleForCausalLM.from_members(*zip(*parts, strict=True), member_configs=names)
 
 

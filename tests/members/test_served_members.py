@@ -581,3 +581,9 @@ def test_calls_from_several_threads_are_independent(made):
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda prompt: run(ensemble, [prompt]), PROMPTS))
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_check_leaves_out_what_a_server_cannot_be_asked(made):
+    report = made(1).check()
+    assert [one.steps == "elsewhere" for one in report.members] == [False, True]
+    assert not any(one.check == "long text" for one in report.findings)

@@ -243,7 +243,7 @@ def test_pauses_grow(served, server, monkeypatch):
     ("fault", "message"),
     [
         (refuses(400, "no such thing"), "it answers 400: no such thing"),
-        (refuses(401, "who are you"), r"401: who are you \(no key was sent\)"),
+        (refuses(401, "who are you"), r"401: who are you \(no key was sent: `MemberConfig\(api_key_env=...\)` names"),
         (refuses(503, Retry_After="3600"), "it answers 503"),
         (
             refuses(307, Location="http://user:pass@other/v1?token=abc"),

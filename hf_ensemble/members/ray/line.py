@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from queue import SimpleQueue
 from typing import Any
 
 from ...errors import EnsembleError
@@ -60,9 +61,29 @@ class AnsweringLine:
     """
 
     def __init__(self, host: str):
-        key = secrets.token_bytes(32)
-        self._listener = Listener((host, 0), authkey=key)
-        self.number = Number((host, self._listener.address[1]), key)
+        self._key = secrets.token_bytes(32)
+        self._listener = Listener((host, 0))
+        self._callers: SimpleQueue[Connection] = SimpleQueue()
+        self.number = Number((host, self._listener.address[1]), self._key)
+        threading.Thread(target=self._listen, name="hf_ensemble-listen", daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                caller = self._listener.accept()
+            except OSError:
+                continue  # hung up at once
+            # A stranger who says nothing keeps nobody else waiting.
+            threading.Thread(target=self._admit, args=(caller,), daemon=True).start()
+
+    def _admit(self, caller: Connection) -> None:
+        try:
+            deliver_challenge(caller, self._key)
+            answer_challenge(caller, self._key)
+        except (EOFError, OSError, AuthenticationError):
+            caller.close()
+        else:
+            self._callers.put(caller)
 
     def answer(self, handler: Callable[[str, Sequence[Any]], Any]) -> None:
         """Answer one caller after the other, for as long as the actor lives.
@@ -71,12 +92,12 @@ class AnsweringLine:
             handler: Takes what is asked and its arguments, and gives the answer.
         """
         while True:
-            try:
-                with self._listener.accept() as caller:
+            with self._callers.get() as caller:
+                try:
                     _at_once(caller)
                     _answer(caller, handler)
-            except (EOFError, OSError, AuthenticationError):
-                continue  # the caller has gone, or was none of ours
+                except (EOFError, OSError):
+                    continue  # the caller has gone
 
 
 def _answer(caller: Connection, handler: Callable[[str, Sequence[Any]], Any]) -> None:

@@ -236,7 +236,11 @@ class HttpClient:
         said = "".join(one if one.isprintable() else " " for one in self._without_key(said))
         said = " ".join(said.split())[:_LONGEST_REASON]
         if status in (401, 403):
-            has_key = "no key was sent" if self.api_key_env is None else f"the key in ${self.api_key_env} was sent"
+            has_key = (
+                "no key was sent: `MemberConfig(api_key_env=...)` names where it is"
+                if self.api_key_env is None
+                else f"the key in ${self.api_key_env} was sent"
+            )
             said += f" ({has_key})"
         return f"it answers {status}: {said or response.reason_phrase}"
 
