@@ -33,6 +33,7 @@ def test_where_names_are_is_what_type_checkers_read():
     assert sorted(hf_ensemble._MODULE_OF) == hf_ensemble.__all__
 
 
+@pytest.mark.slow
 def test_an_import_brings_no_model_code_but_the_model_type(tmp_path):
     tiny.save_pair(tmp_path, "a", "b")
     hf_ensemble.EnsembleForCausalLM.from_pretrained([tmp_path / "a", tmp_path / "b"]).save_pretrained(

@@ -50,6 +50,8 @@ CALLS = {
     "weights by step": {"weights": lambda step, ids: [0.3, 0.7] if step % 2 else [0.6, 0.4]},
 }
 
+QUICK = ("greedy", "beams", "scores")
+
 
 def both(names, far, **options):
     tokenizers = [make() for make in TOKENIZERS[names]]
@@ -73,7 +75,7 @@ def run(ensemble, options):
         pytest.param((0, 1), id="both"),
     ],
 )
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [pytest.param(one, marks=() if one in QUICK else slow) for one in CALLS])
 def test_texts_are_those_of_whole_rows(call, far):
     local, ensemble = both("smol+gemma", far)
     if call == "drafts":
@@ -96,7 +98,7 @@ def test_texts_are_those_of_whole_rows(call, far):
 
 
 @pytest.mark.parametrize("names", TOKENIZERS)
-@pytest.mark.parametrize("top_k", [pytest.param(1, marks=slow), 3, pytest.param(400, marks=slow)])
+@pytest.mark.parametrize("top_k", [1, pytest.param(3, marks=slow), pytest.param(400, marks=slow)])
 def test_all_kinds_of_tokenizers_and_depths(names, top_k):
     local, ensemble = both(names, (0, 1), method=UniteConfig(top_k=top_k))
     options = {"return_dict_in_generate": True, "output_logits": True}

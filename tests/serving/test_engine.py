@@ -104,6 +104,7 @@ def test_who_gives_up_frees_a_place_within_a_step(ensemble, slowly, stream):
         until(lambda: app.state.engine.num_running == 0)
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long_is_ended(ensemble, slowly):
     limits = Limits(max_seconds=0.4)
     with served(ensemble, limits=limits) as (_, address), client_of(address) as client:
