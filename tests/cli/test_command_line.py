@@ -58,7 +58,7 @@ def test_help_has_examples(name):
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param(line, marks=[pytest.mark.slow] * (n > 0))  # quick is the first of each command
+        pytest.param(line, marks=[pytest.mark.slow] * (n > 0 or name == "advise"))  # quick is the first of each
         for name in OURS
         for n, line in enumerate(examples(name))
     ],

@@ -144,6 +144,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["unite", pytest.param("gac", marks=slow)])
 def test_every_row_has_its_own_options(method):
     ensemble = make(method=method)
@@ -165,6 +166,7 @@ SAMPLING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gac", pytest.param("unite", marks=slow)])
 def test_what_a_seed_draws_does_not_depend_on_who_is_there(method):
     ensemble = make(method=method)

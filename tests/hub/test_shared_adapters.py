@@ -270,6 +270,7 @@ def test_steps_grow_one_tensor_in_place(shared, monkeypatch):
         assert not copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DoRA", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OF_OTHERS)])
 def test_adapters_of_other_kinds_share_weights_and_run_by_themselves(kind, places, tmp_path):
     """Others beside them go on together, unless what they wrap cannot be wrapped twice."""
@@ -295,6 +296,7 @@ def test_adapters_of_other_kinds_share_weights_and_run_by_themselves(kind, place
         assert written(ensemble, **options) == written(separate, **options)
 
 
+@pytest.mark.slow
 def test_what_changes_later_is_seen(places):
     """An adapter that is switched off, and one in training mode; both as with separate models."""
     ensemble = EnsembleForCausalLM.from_pretrained(members_of(places))

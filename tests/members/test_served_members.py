@@ -142,6 +142,7 @@ def test_texts_are_those_of_members_in_this_process(local, made, served, call):
             torch.testing.assert_close(a.log_softmax(-1), b.log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @SERVED
 def test_two_requests_a_row_and_step_at_most(made, servers, served):
     ensemble = made(*served)
@@ -186,6 +187,7 @@ CONSTRAINTS = {
 }
 
 
+@pytest.mark.slow
 @cases(CONSTRAINTS, "few ids-both", "raised-assistant")
 def test_what_constraints_leave_is_asked_for(local, made, servers, served, call):
     options = CONSTRAINTS[call]
@@ -218,6 +220,7 @@ SPANS = {
 }
 
 
+@pytest.mark.slow
 @cases(SPANS, "perplexity-both")
 def test_spans_are_those_of_members_in_this_process(local, made, served, call):
     options = {"method": "sweetspan", "return_dict_in_generate": True, **SPANS[call]}
@@ -368,6 +371,7 @@ def _without_last(choice):
     entries.pop(min(entries, key=entries.get))
 
 
+@pytest.mark.slow
 def test_429_three_times_and_a_slow_server_change_nothing(made, servers):
     ensemble = made(1)
     expected = run(ensemble)
@@ -375,6 +379,7 @@ def test_429_three_times_and_a_slow_server_change_nothing(made, servers):
     assert torch.equal(run(ensemble), expected)
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_an_error(folders, servers):
     ensemble = EnsembleForCausalLM.from_pretrained(items_of(folders, servers, (1,), timeout=0.5))
     servers[1].faults = [None, is_slow(2.0)]
@@ -403,6 +408,7 @@ def test_only_tokenizers_are_loaded_where_all_are_served(made):
     assert ensemble.config.vocab_size == len(ensemble.tokenizer)
 
 
+@pytest.mark.slow
 def test_a_saved_ensemble_reaches_servers_only_where_that_is_allowed(made, servers, tmp_path, monkeypatch):
     ensemble = made(0, 1)
     expected = run(ensemble)
@@ -446,6 +452,7 @@ def test_a_key_is_sent_and_not_saved(folders, local, tmp_path, monkeypatch):
             run(ensemble, PROMPTS[:1])
 
 
+@pytest.mark.slow
 def test_without_a_configuration_the_tokenizer_tells(folders, local, tmp_path):
     local.tokenizers[1].save_pretrained(tmp_path)
     with serving(local.members[1], local.tokenizers[1], name="gemma") as server:
@@ -534,7 +541,11 @@ def test_more_rows_than_connections(local, made):
     assert torch.equal(run(made(0), prompts, max_new_tokens=2), run(local, prompts, max_new_tokens=2))
 
 
-def test_an_interrupted_call_leaves_nothing_that_harms_the_next(made, servers):
+@pytest.mark.slow
+def test_an_interrupted_call_leaves_nothing_that_harms_the_next(made, servers, request):
+    # What runs in the background of a shell ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     ensemble = made(1)
     expected = run(ensemble, PROMPTS[:1])
 

@@ -67,6 +67,7 @@ def until(is_so, seconds=20):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_request_joins_those_that_run_and_a_full_queue_refuses(ensemble, slowly):
     with served(ensemble, limits=Limits(max_batch=2, max_waiting=1)) as (app, address), client_of(address) as client:
         engine = app.state.engine
