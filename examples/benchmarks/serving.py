@@ -20,6 +20,7 @@ from members import add_arguments, load
 from report import print_heads, print_row, setting
 from texts import TEXT
 
+from hf_ensemble.config import method_config
 from hf_ensemble.serving import Limits, build_app
 
 
@@ -33,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     ensemble = load(args)
     if args.method:
-        ensemble.config.method = args.method
+        ensemble.config.method = method_config(args.method)
     words = TEXT.split(" ")
     prompts = [" ".join(words[n % 40 : n % 40 + 24 + n % 8]) for n in range(args.clients)]
 

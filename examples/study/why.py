@@ -32,6 +32,7 @@ from trained import load
 
 from hf_ensemble.config import method_config
 from hf_ensemble.decoding.call import Call, Kept
+from hf_ensemble.decoding.prompts import OwnPrompts
 from hf_ensemble.decoding.step import Fused
 from hf_ensemble.decoding.step_weights import StepWeights
 from hf_ensemble.decoding.teacher_forcing import advance_by_blocks
@@ -310,7 +311,8 @@ def at_right_answers(ensemble: Ensemble, group: Group) -> dict[str, Table]:
         own = [items[place] for place in places]
         pairs = read_pairs(members[0], [x.prompt for x in own], [x.continuations[x.right] for x in own])
         pairs = [Pair(pair.prompt, [*pair.continuation, ends[0]], pair.num_bytes) for pair in pairs]
-        batch = Steps(call, average, Batch(pairs, places, weights.of_prompts(places)))
+        none = OwnPrompts(members, num_rows=len(places))
+        batch = Steps(call, average, Batch(pairs, places, weights.of_prompts(places), none))
         for steps, fused in batch:
             alone = torch.eye(len(members), device=fused.weights.device)
             mixed = [average.mix(fused.logits, one.expand_as(fused.weights)).logprobs for one in alone]

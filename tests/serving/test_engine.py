@@ -250,6 +250,8 @@ def test_a_signal_ends_the_server_cleanly_while_it_answers(number, code):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        # What runs in the background of a shell ignores it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         address = process.stdout.readline().split()[-1].removesuffix("/v1")
