@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.loopback import listening
 
 MAX_ASKED = 128
 
@@ -72,17 +74,9 @@ class CompletionsServer:
 def serving(model: Any, tokenizer: Any, **options: Any) -> Iterator[CompletionsServer]:
     """A running server."""
     server = CompletionsServer(model, tokenizer, **options)
-    http = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Handler, server))
-    http.daemon_threads = True
-    server.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    with listening(functools.partial(_Handler, server)) as port:
+        server.url = f"http://127.0.0.1:{port}/v1"
         yield server
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()
 
 
 # --- What can go wrong ----------------------------------------------------------------------------------------------

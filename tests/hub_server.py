@@ -8,16 +8,17 @@ import base64
 import functools
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
+
+from tests.loopback import listening
 
 
 def is_large(path: str) -> bool:
@@ -82,19 +83,11 @@ def read(folder: Path) -> dict[str, bytes]:
 def hub(users: dict[str, str]) -> Iterator[HubServer]:
     """A running Hub, for users given as token and name."""
     server = HubServer(users)
-    http = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Handler, server))
-    http.daemon_threads = True
-    server.endpoint = f"http://127.0.0.1:{http.server_address[1]}"
-    # Another name of this machine: the client sends no token to other hosts.
-    server.storage = f"http://localhost:{http.server_address[1]}"
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    with listening(functools.partial(_Handler, server)) as port:
+        server.endpoint = f"http://127.0.0.1:{port}"
+        # Another name of this machine: the client sends no token to other hosts.
+        server.storage = f"http://localhost:{port}"
         yield server
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()
 
 
 def connect(monkeypatch: Any, server: HubServer, cache: Path) -> None:

@@ -1,5 +1,6 @@
 """Two nodes of one machine, and the same members in actors and in this process."""
 
+import copy
 import os
 import signal
 import time
@@ -95,3 +96,16 @@ def wait_until_ended(*processes: int, seconds: float = 30.0) -> None:
     while any(map(is_alive, processes)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(map(is_alive, processes))
+
+
+def traffic_of(ensemble, inputs, numbers):
+    """For each member bytes to its actor, bytes from it and calls, between two calls with so many ids of UniTE."""
+    options = {"method": "unite", "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    ensemble.generate(**inputs, max_new_tokens=1, **options)  # the actors learn what the method reads
+    totals = []
+    for number in numbers:
+        before = [copy.copy(member.traffic) for member in ensemble.member_views]
+        ensemble.generate(**inputs, max_new_tokens=number, **options)
+        pairs = zip(before, (member.traffic for member in ensemble.member_views), strict=True)
+        totals.append([(b.sent - a.sent, b.received - a.received, b.trips - a.trips) for a, b in pairs])
+    return [[m - f for f, m in zip(*of_member, strict=True)] for of_member in zip(*totals, strict=True)]

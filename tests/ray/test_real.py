@@ -1,14 +1,12 @@
 """The two real models in an actor each, on two nodes: the texts of the same models in this process."""
 
-import copy
-
 import pytest
 import torch
 
 from examples.demo_models import demo_model_paths
 from hf_ensemble import DeepenConfig, EnsembleForCausalLM, MemberConfig, RerankConfig, UniteConfig, packllm_weights
 from tests.contracts import assert_same_choices
-from tests.ray.conftest import FAR, NEAR
+from tests.ray.conftest import FAR, NEAR, traffic_of
 
 pytestmark = pytest.mark.real
 
@@ -75,14 +73,6 @@ def test_unite_sends_and_gets_at_most_four_kibibytes_of_a_row_a_step(pair):
     """Of vocabularies of 49,152 and 262,144 ids; the prompt's ids, which travel once, are in the first step."""
     there = pair[1]
     inputs = there.tokenizer(PROMPTS, padding=True, return_tensors="pt")
-    options = {"method": "unite", "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    there.generate(**inputs, max_new_tokens=1, **options)  # the actors learn what the method reads
-    totals = []
-    for steps in (1, 13):
-        before = [copy.copy(member.traffic) for member in there.member_views]
-        there.generate(**inputs, max_new_tokens=steps, **options)
-        pairs = zip(before, (member.traffic for member in there.member_views), strict=True)
-        totals.append([(b.sent - a.sent) + (b.received - a.received) for a, b in pairs])
-    of_rows = [(many - few) / 12 / len(PROMPTS) for few, many in zip(*totals, strict=True)]
+    of_rows = [(sent + received) / 12 / len(PROMPTS) for sent, received, _ in traffic_of(there, inputs, (1, 13))]
     print(of_rows)
     assert all(32 < count <= 4096 for count in of_rows)

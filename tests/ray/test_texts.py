@@ -1,6 +1,5 @@
 """Members in actors give what the same members give in one process: every method, way of decoding, and score."""
 
-import copy
 import os
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from hf_ensemble import EvaConfig, GacConfig, RerankConfig, UniteConfig
 from hf_ensemble.members.ray.member import RayMember
-from tests.ray.conftest import parent_of, process_of
+from tests.ray.conftest import parent_of, process_of, traffic_of
 
 PROMPTS = ["The capital of France is", "The cat", "Once upon a time there was a king who"]
 METHODS = ("unite", "gac", "mined", "eva", "deepen", "sweetspan")
@@ -102,16 +101,8 @@ def test_scores_and_decisions_are_the_same(here, there):
 def test_at_most_four_kibibytes_of_a_row_travel_a_step_and_no_text_twice(here, there):
     """Payload both ways; the prompt's ids are counted apart, since they travel once."""
     inputs = here.tokenizer(PROMPTS, padding=True, return_tensors="pt")
-    options = {"method": "unite", "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    there.generate(**inputs, max_new_tokens=1, **options)  # the actors learn what the method reads
-    totals = []
-    for steps in (10, 30):
-        before = [copy.copy(member.traffic) for member in there.member_views]
-        there.generate(**inputs, max_new_tokens=steps, **options)
-        pairs = zip(before, (member.traffic for member in there.member_views), strict=True)
-        totals.append([(b.sent - a.sent, b.received - a.received, b.trips - a.trips) for a, b in pairs])
-    for few, many in zip(*totals, strict=True):
-        sent, received, trips = ((b - a) / 20 for a, b in zip(few, many, strict=True))
+    for of_member in traffic_of(there, inputs, (10, 30)):
+        sent, received, trips = (count / 20 for count in of_member)
         assert sent + received <= 4096 * len(PROMPTS)
         # Two ids of a row at most are new, on average, beside the row's own numbers: no context is sent again.
         assert sent / len(PROMPTS) < 400
