@@ -1,7 +1,6 @@
 """Every other token-level method, gates, log space and weights by row against the plain references, on tiny members."""
 
 import pytest
-import torch
 
 from hf_ensemble import (
     DeepenConfig,
@@ -12,6 +11,7 @@ from hf_ensemble import (
     UniteConfig,
     packllm_weights,
 )
+from tests.following import follow_reference
 from tests.reference import Reference, ReferenceMember
 from tests.reference_alignment import ReferenceEva, ReferenceMined
 from tests.reference_deepen import ReferenceDeepen
@@ -52,23 +52,9 @@ def compare(name, reference, tolerance=1e-4, num_steps=NUM_NEW, **options):
     for row, (ids, mask) in enumerate(zip(batch.input_ids.tolist(), batch.attention_mask.tolist(), strict=True)):
         prompt = [i for i, keep in zip(ids, mask, strict=True) if keep]
         found = output.sequences[row, length:].tolist()
-        state, written = reference.prompt_state(prompt), []
-        while len(written) < num_steps:
-            step = reference.distribution(state)
-            num_closed += step.is_closed
-            logits = output.logits[len(written)][row].exp()
-            dense = torch.zeros_like(logits)
-            dense[list(step.columns)] = torch.tensor(list(step.columns.values()), dtype=dense.dtype)
-            torch.testing.assert_close(logits, dense, atol=tolerance, rtol=0)
-            chosen, margin = reference.choose(step)
-            if margin < 1e-3:
-                break
-            for i in chosen[: num_steps - len(written)]:
-                assert found[len(written)] == i
-                written.append(i)
-            if written[-1] in reference.primary.eos_ids:
-                break
-            state = reference.advance(state, chosen)
+        logits = [step[row] for step in output.logits]
+        steps = follow_reference(reference, prompt, found, logits, num_steps, tolerance, margin=1e-3)
+        num_closed += sum(step.is_closed for step in steps)
     return num_closed
 
 

@@ -34,6 +34,7 @@ from hf_ensemble.members.local import LocalMember
 from hf_ensemble.members.member import RowPrompt
 from tests import tiny
 from tests.far_members import FarMember
+from tests.following import follow_reference
 from tests.reference import Reference, ReferenceMember, is_utf8
 from tests.reference_alignment import ReferenceEva, ReferenceMined
 from tests.reference_deepen import ReferenceDeepen
@@ -118,23 +119,13 @@ def compare(indices, make, tolerance=2e-5, num_steps=NUM_NEW, sources=SOURCES, *
         reference = make(members_of(indices, source))
         prompt = unpadded(batch, row)
         found = output.sequences[row, batch.input_ids.shape[1] :].tolist()
-        state, written = reference.prompt_state(prompt), []
+        logits = [step[row] for step in output.logits]
+
         # How members read what is no text is told apart elsewhere.
-        while len(written) < num_steps and is_utf8(reference.primary.text_of_prompt(written)):
-            step = reference.distribution(state)
-            logits = output.logits[len(written)][row].exp()
-            dense = torch.zeros_like(logits)
-            dense[list(step.columns)] = torch.tensor(list(step.columns.values()), dtype=dense.dtype)
-            torch.testing.assert_close(logits, dense, atol=tolerance, rtol=0)
-            chosen, margin = reference.choose(step)
-            if margin < 1e-4:
-                break
-            for i in chosen[: num_steps - len(written)]:
-                assert found[len(written)] == i
-                written.append(i)
-            if written[-1] in reference.primary.eos_ids:
-                break
-            state = reference.advance(state, chosen)
+        def is_text(written, reference=reference):
+            return is_utf8(reference.primary.text_of_prompt(written))
+
+        follow_reference(reference, prompt, found, logits, num_steps, tolerance, margin=1e-4, goes_on=is_text)
 
 
 METHODS = {
