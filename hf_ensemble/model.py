@@ -18,6 +18,7 @@ from .decoding.call import Call, Kept, end_ids
 from .decoding.prompts import OwnPrompts
 from .decoding.refusals import refuse_for_ensembles, refuse_without_output
 from .decoding.step_weights import StepWeights, WeightsLike
+from .ensemble_page import ensemble_in_notebook
 from .errors import ConfigurationError
 from .hub.loading import Loading
 from .hub.saving import Saving
@@ -123,6 +124,10 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             The findings; printed, a text.
         """
         return check_members(self)
+
+    def _repr_html_(self) -> str:
+        """The members, and the method with its options, for notebooks."""
+        return ensemble_in_notebook(self)
 
     @property
     def member_views(self) -> tuple[Member, ...]:

@@ -51,6 +51,34 @@ def marked(text: str) -> str:
     return escaped(text).replace("\t", '<b class="tab"></b>\t').replace("\n", '<b class="newline"></b>\n')
 
 
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A table as HTML.
+
+    Args:
+        rows: Its texts; the first row holds the titles of the columns, the first text of every other row is its name.
+    """
+    titles = "".join(f'<th scope="col">{escaped(title)}</th>' for title in rows[0])
+    lines = (
+        "".join([f'<th scope="row"><bdi>{escaped(name)}</bdi></th>', *(f"<td>{escaped(cell)}</td>" for cell in cells)])
+        for name, *cells in rows[1:]
+    )
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def tables_in_notebook(title: str, tables: Sequence[Sequence[Sequence[str]]], remarks: Sequence[str] = ()) -> str:
+    """A page of tables, as a piece of a notebook.
+
+    Args:
+        title: Heading, as it is to be read.
+        tables: The tables, as `table` takes them.
+        remarks: What is said below them, a paragraph each.
+    """
+    parts = {"tables": "\n".join(map(table, tables)), "remarks": "".join(f"<p>{escaped(one)}</p>" for one in remarks)}
+    lines = [" ".join(row) for rows in tables for row in rows]
+    return in_notebook(page(__package__, "tables_page", title, parts), [*lines, *remarks])
+
+
 def in_notebook(source: str, texts: Sequence[str]) -> str:
     """A page as a piece of a notebook: in a frame of its own, so that neither's style or script reaches the other.
 

@@ -35,6 +35,13 @@ def data_frame(asked: str, lines: Iterable[Sequence[Any]], columns: Sequence[str
     return pandas.DataFrame(list(lines), columns=list(columns)).astype(dict(types))
 
 
+def shown_size(num_bytes: int | None) -> str:
+    """A size in memory, with its unit; None is one that is not known."""
+    if num_bytes is None:
+        return "not known"
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
+
+
 def spelled(method: Any) -> str:
     """A method as the command line takes it: its name, and the options that are not the defaults.
 
@@ -47,17 +54,18 @@ def spelled(method: Any) -> str:
         make = option.default_factory
         default = option.default if make is dataclasses.MISSING else make()
         if value != default:
-            told.append(f"{option.name}={_spelled_value(value)}")
+            told.append(f"{option.name}={spelled_value(value)}")
     return f"{method.name}:{','.join(told)}" if told else method.name
 
 
-def _spelled_value(value: Any) -> str:
+def spelled_value(value: Any) -> str:
+    """An option's value as the command line takes it."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return "+".join(map(_spelled_value, value))
+        return "+".join(map(spelled_value, value))
     if isinstance(value, Mapping):
-        return "+".join(f"{name}={_spelled_value(own)}" for name, own in value.items())
+        return "+".join(f"{name}={spelled_value(own)}" for name, own in value.items())
     if dataclasses.is_dataclass(value):
         kind, path = getattr(value, "kind", None), getattr(value, "path", None)
         return f"{kind}:{path}" if kind else spelled(value)

@@ -1,11 +1,13 @@
 """The example scripts run, each of their paths once, on tiny members."""
 
+import ast
 import json
 from pathlib import Path
 
 import pytest
 
 from tests import tiny
+from tests.html_page import Page, check_loads_nothing, page_in_notebook
 from tests.scripts import ROOT, load_script, options_of, run_script
 
 pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
@@ -36,7 +38,7 @@ def texts_of(lines):
 
 
 def test_every_example_and_every_option_is_run():
-    for path in (ROOT / "examples").glob("*.py"):
+    for path in [*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("*.ipynb")]:
         source = (ROOT / ELSEWHERE.get(path.stem, "tests/test_examples.py")).read_text("utf-8")
         assert path.stem in ELSEWHERE or f"def test_{path.stem}" in source, path.name
         assert {option for option in options_of(path) if option not in source} == set(), path.name
@@ -154,6 +156,34 @@ def test_decisions(options, members, run, tmp_path):
     assert [line[0] for line in lines] == ["a:", "b:", "page:"]
     assert sum(int(line[2]) for line in lines[:2]) == int(lines[0][4].rstrip(","))
     assert "The capital of France is" in page.read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_tour(members, monkeypatch):
+    """Each cell of the notebook runs, and what it ends with is shown."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    notebook = json.loads((ROOT / "examples" / "tour.ipynb").read_text("utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names, titles, texts = {}, [], []
+    for cell in cells:
+        assert (cell["outputs"], cell["execution_count"]) == ([], None)
+        *lines, last = ast.parse("".join(cell["source"])).body
+        if not isinstance(last, ast.Expr):
+            exec("".join(cell["source"]), names)
+            if "parameters" in cell["metadata"].get("tags", ()):
+                names["models"] = members
+            continue
+        exec(compile(ast.Module(lines, []), cell["id"], "exec"), names)
+        value = eval(compile(ast.Expression(last.value), cell["id"], "eval"), names)
+        if not hasattr(value, "_repr_html_"):
+            texts.append(str(value))
+            continue
+        source, _ = page_in_notebook(value._repr_html_())
+        check_loads_nothing(source)
+        titles.append(next(text for text in Page(source).texts if text.strip()))
+    assert titles == ["Ensemble of 2 members", "Decisions", "Answers", "Evaluation"]
+    assert texts[0].startswith("The capital of France is")
+    assert texts[1].startswith("{' Paris': -")
 
 
 def test_demo_models_stand_in_for_what_is_not_named(monkeypatch, capsys):

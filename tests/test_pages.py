@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_ensemble.pages import escaped, in_notebook, marked, page
+from hf_ensemble.pages import escaped, in_notebook, marked, page, table, tables_in_notebook
 from tests.html_page import Page, check_loads_nothing, page_in_notebook
 
 PARTS = {"notes": "@@rows@@", "rows": "<p>@@style@@ @@notes@@</p>"}
@@ -22,6 +22,21 @@ def test_a_page_holds_what_it_is_filled_with(has_script):
 def test_texts_are_escaped_and_white_space_has_signs():
     assert escaped("<&\"'\x00\x1b\r\x7f\t\n") == "&lt;&amp;&quot;&#x27;␀␛␍␡\t\n"
     assert marked("<\t\n") == '&lt;<b class="tab"></b>\t<b class="newline"></b>\n'
+
+
+def test_a_table_has_a_title_for_each_column_and_a_name_for_each_row():
+    found = Page(table([["", "a"], ["<u>", "1\0"], ["x", "</td>"]]))
+    assert found.tags.count("th") == 2 + 2
+    assert found.tags.count("td") == 2
+    assert found.texts == ["a", "<u>", "1␀", "x", "</td>"]
+
+
+def test_a_page_of_tables_is_as_high_as_they_are():
+    rows = [["", "a"], ["@@remarks@@", "1"]]
+    source, height = page_in_notebook(tables_in_notebook("<t>", [rows, rows], ["<r>"]))
+    check_loads_nothing(source)
+    assert [text for text in Page(source).texts if text.strip()] == ["<t>", *["a", "@@remarks@@", "1"] * 2, "<r>"]
+    assert height > page_in_notebook(tables_in_notebook("<t>", [rows]))[1]
 
 
 def test_a_notebook_gives_a_page_the_room_that_it_needs():

@@ -1,12 +1,11 @@
 """The page that shows advice: the answer, what it rests on, and two plots."""
 
-import html
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..evaluation.measures import measure_of
-from ..pages import page
+from ..pages import escaped, page, table
 
 if TYPE_CHECKING:
     from .advice import Advice, TriedEnsemble, TriedMember
@@ -37,13 +36,13 @@ def advice_page(advice: "Advice") -> str:
     marks += [_mark(one.title, one, measure.factor, False) for one in advice.ensembles]
     unit = f"{measure.name}{measure.unit}"
     parts = {
-        "answer": html.escape(advice.reason),
-        "set": html.escape(f"{advice.set_name}, {advice.num_examples} examples"),
-        "members": _table(advice.member_rows()),
-        "ensembles": _table(advice.ensemble_rows()) if advice.ensembles else "<p>None was tried.</p>",
+        "answer": escaped(advice.reason),
+        "set": escaped(f"{advice.set_name}, {advice.num_examples} examples"),
+        "members": table(advice.member_rows()),
+        "ensembles": table(advice.ensemble_rows()) if advice.ensembles else "<p>None was tried.</p>",
         "values": _intervals(marks, unit),
         "costs": _costs(marks, unit),
-        "remarks": "".join(f"<li>{html.escape(remark)}</li>" for remark in advice.remarks()),
+        "remarks": "".join(f"<li>{escaped(remark)}</li>" for remark in advice.remarks()),
     }
     return page(__package__, "page", "Does an ensemble pay?", parts)
 
@@ -51,13 +50,6 @@ def advice_page(advice: "Advice") -> str:
 def _mark(label: str, one: "TriedMember | TriedEnsemble", factor: float, is_member: bool) -> _Mark:
     value, low, high = (factor * number for number in one.estimate)
     return _Mark(label, value, low, high, one.seconds, is_member)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], kind: str) -> str:
-        return f"<tr>{''.join(f'<{kind}>{html.escape(cell)}</{kind}>' for cell in cells)}</tr>"
-
-    return f"<table>{line(rows[0], 'th')}{''.join(line(row, 'td') for row in rows[1:])}</table>"
 
 
 def _scale(values: Sequence[float], start: float, stop: float) -> "_Scale":
@@ -92,11 +84,13 @@ def _across(scale: _Scale, bottom: float, unit: str) -> str:
         for x in scale.ticks()
     ]
     middle = (scale.start + scale.stop) / 2
-    return "".join(lines) + f'<text x="{middle:.1f}" y="{bottom + 34}" text-anchor="middle">{html.escape(unit)}</text>'
+    return "".join(lines) + f'<text x="{middle:.1f}" y="{bottom + 34}" text-anchor="middle">{escaped(unit)}</text>'
 
 
 def _svg(height: float, title: str, inner: str) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" aria-label="{html.escape(title)}">{inner}</svg>'
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" aria-label="{escaped(title)}">{inner}</svg>'
+    )
 
 
 def _intervals(marks: Sequence[_Mark], unit: str) -> str:
@@ -110,7 +104,7 @@ def _intervals(marks: Sequence[_Mark], unit: str) -> str:
         y = 12 + _LINE * (n + 0.5)
         kind = "member" if mark.is_member else "ensemble"
         label = mark.label if len(mark.label) < 46 else f"{mark.label[:44]}…"
-        lines.append(f'<text x="{_LEFT}" y="{y + 4}" text-anchor="end">{html.escape(label)}</text>')
+        lines.append(f'<text x="{_LEFT}" y="{y + 4}" text-anchor="end">{escaped(label)}</text>')
         if math.isfinite(mark.low):
             lines.append(
                 f'<line class="{kind}" x1="{scale(mark.low):.1f}" x2="{scale(mark.high):.1f}" y1="{y}" y2="{y}"/>'
@@ -130,11 +124,11 @@ def _costs(marks: Sequence[_Mark], unit: str) -> str:
             f'<line class="grid" x1="60" x2="{_WIDTH - 200}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>'
             f'<text x="54" y="{up(y) + 4:.1f}" text-anchor="end">{y:.4g}</text>'
         )
-    inner.append(f'<text x="{_WIDTH - 195}" y="20">{html.escape(unit)}</text>')
+    inner.append(f'<text x="{_WIDTH - 195}" y="20">{escaped(unit)}</text>')
     for mark in shown:
         kind = "member" if mark.is_member else "ensemble"
         inner.append(
             f'<circle class="{kind}" cx="{across(mark.seconds):.1f}" cy="{up(mark.value):.1f}" r="5">'
-            f"<title>{html.escape(mark.label)}: {mark.value:.4g}, {mark.seconds:.3g} s</title></circle>"
+            f"<title>{escaped(mark.label)}: {mark.value:.4g}, {mark.seconds:.3g} s</title></circle>"
         )
     return _svg(300, "value against seconds an example", "".join(inner))

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ..tables import aligned
+from ..tables import aligned, shown_size
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,7 @@ class CheckReport:
         """How the members run, and what was found."""
         rows = [["member", "runs", "steps", "weights", "cache of 1,000 tokens", "its template reads"]]
         for one in self.members:
-            sizes = [_size(one.weight_bytes), _size(one.cache_bytes)]
+            sizes = [shown_size(one.weight_bytes), shown_size(one.cache_bytes)]
             rows.append([one.name, one.runs, one.steps, *sizes, ", ".join(one.reads) or "no template"])
         found = "\n".join(map(str, self.findings)) or "nothing found"
         return f"{aligned(rows)}\n\n{found}"
-
-
-def _size(count: int | None) -> str:
-    return "not known" if count is None else f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"

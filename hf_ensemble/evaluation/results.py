@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from ..files import check_ending, whole_file
+from ..pages import tables_in_notebook
 from ..tables import aligned
 from .estimates import NO_ESTIMATE, Estimate
 from .marking import Marks, Outcomes, Result, mark
@@ -187,6 +188,18 @@ class Evaluation:
 
     def __str__(self) -> str:
         """One line a result."""
+        return "\n".join([aligned(self._rows()), *self._remarks()])
+
+    def _repr_html_(self) -> str:
+        """A table for each measure of each set, for notebooks."""
+        titles, *lines = self._rows()
+        tables: dict[tuple[str, str], list[list[str]]] = {}
+        for set_name, measure, *line in lines:
+            tables.setdefault((set_name, measure), [[f"{set_name}, {measure}", *titles[3:]]]).append(line)
+        return tables_in_notebook("Evaluation", list(tables.values()), self._remarks())
+
+    def _rows(self) -> list[list[str]]:
+        """The header and a line of cells for each result."""
         rows = [["set", "measure", "", "value", "95 %", "to the best member", "95 %", "examples", "seconds"]]
         for result in self.results:
             value, interval = written(result.measure, result.estimate)
@@ -195,7 +208,7 @@ class Evaluation:
             count = ", ".join([f"{result.count}{of_all}", *_without(result)])
             head = [result.set_name, result.measure, result.system]
             rows.append([*head, value, interval, difference, of_difference, count, f"{result.seconds:.1f}"])
-        return "\n".join([aligned(rows), *self._remarks()])
+        return rows
 
     def to_markdown(self) -> str:
         """A table with a row for each system and a column for each measure of each set.

@@ -1,5 +1,6 @@
 """Evaluations mark, compare, stop and go on, on tiny members."""
 
+import dataclasses
 import json
 import math
 from itertools import pairwise
@@ -12,7 +13,9 @@ from hf_ensemble.evaluation import Configuration, Evaluation, evaluate, read_set
 from hf_ensemble.evaluation.marking import Outcomes
 from hf_ensemble.evaluation.measures import MEASURES
 from hf_ensemble.evaluation.results import TABLE_ENDINGS
+from hf_ensemble.evaluation.results import written as str_of
 from tests.contracts import Recipe
+from tests.html_page import Page, check_loads_nothing, page_in_notebook
 
 QUESTIONS = [
     {"question": "The capital of France is?", "answer": ["Paris", "the"]},
@@ -372,6 +375,21 @@ def test_a_set_that_no_measure_is_for_makes_a_table_that_says_so(ensemble, sets,
     assert json.loads(table[".json"]) == []
     both = evaluate(ensemble, sets, measures=measures)
     assert f"nothing to measure in {kind}" in str(both)
+
+
+def test_a_notebook_shows_every_result(whole):
+    hostile = "<img src=x>@@tables@@"
+    renamed = [dataclasses.replace(own, system=hostile) if own.system == "gac" else own for own in whole.results]
+    shown = dataclasses.replace(whole, results=tuple(renamed), unmeasured=("<u>",))
+    source, _ = page_in_notebook(shown._repr_html_())
+    check_loads_nothing(source)
+    texts = [text for text in Page(source).texts if text.strip()]
+    assert texts[-1] == "nothing to measure in <u>: none of these measures is for such a set"
+    for result in shown.results:
+        start = texts.index(f"{result.set_name}, {result.measure}")
+        own = texts[start + texts[start:].index(result.system) :]
+        assert own[1] == str_of(result.measure, result.estimate)[0]
+    assert texts.count(hostile) == sum(own.system == "gac" for own in whole.results)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("questions", 0), *KINDS_AND_COUNTS[:2], *KINDS_AND_COUNTS[-3:]])
