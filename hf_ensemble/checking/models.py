@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from ..errors import EnsembleError
+from ..members.cached_rows import CAPTURED_MODES
 from ..members.local import LocalMember
 from ..members.member import Member, RowPrompt
 from ..members.member_model import tensors_of
@@ -14,7 +15,7 @@ _TEXT = "The committee met on Monday and agreed that the old bridge should be me
 _LONG = 1024
 """Ids of the text on which a model is tried."""
 
-_FAST = ("static", "repack", "aligned")
+_FAST = (*CAPTURED_MODES, "repack", "aligned")
 """Cache modes in which all rows run together."""
 
 
@@ -54,12 +55,13 @@ def check_model(member: Member) -> Iterator[Finding]:
 
 
 def _check_steps(member: LocalMember) -> Iterator[Finding]:
-    best = next(mode for mode in member.cache_modes if mode != "static" or member.device.type == "cuda")
+    is_gpu = member.device.type == "cuda"
+    best = next(mode for mode in member.cache_modes if is_gpu or mode not in CAPTURED_MODES)
     mode = member.cache_mode
-    if mode in (best, "static"):
+    if mode == best:
         return
     reasons = "; ".join(f"{name}: {reason}" for name, reason in member.cache_obstacles.items())
-    slow = "All rows run together, but steps are no CUDA graphs, so they take longer."
+    slow = "Its steps take longer than they could, though all rows run together."
     yield Finding(
         member.name,
         "steps",

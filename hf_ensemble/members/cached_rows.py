@@ -10,8 +10,11 @@ from torch import Tensor
 from ..vocabulary.context import num_common
 from .entries import Entries, EntryIds
 
-CACHE_MODES = ("static", "repack", "row_chunks", "row_tokens", "recompute")
+CACHE_MODES = ("fused", "static", "repack", "row_chunks", "row_tokens", "recompute")
 """How caches can follow a text, the fastest first; see `LocalMember.cache_mode`."""
+
+CAPTURED_MODES = ("fused", "static")
+"""Those whose steps run as CUDA graphs."""
 
 AHEAD = -1
 """Stands for a cached id that the host does not know yet: the text says what it is when it is read next."""

@@ -13,7 +13,7 @@ from ..errors import ConfigurationError
 from ..offers import ALL_OFFERS
 from ..vocabulary.token_bytes import TEXT
 from .cache_probe import NUM_TRIAL_IDS, find_cache_mode
-from .cached_rows import CACHE_MODES, CachedRows
+from .cached_rows import CACHE_MODES, CAPTURED_MODES, CachedRows
 from .member import Member, end_ids_of
 from .member_model import MemberModel, plain_tensors
 from .per_row_cache import SeparateRows
@@ -113,7 +113,8 @@ class LocalMember(MemberModel, Member):
     def cache_mode(self) -> str:
         """How the member's cache can follow a text that changes at its end.
 
-        `static`: a cache of fixed size, with steps captured as CUDA graphs (on a GPU). `repack`: one cache for all rows,
+        `static`: a cache of fixed size, with steps captured as CUDA graphs (on a GPU). `fused`: the same with kernels of
+        its own, for the kinds of models that are known. `repack`: one cache for all rows,
         each row moved to the right edge. `row_chunks`, `row_tokens`: one cache a row with snapshots, fed in chunks or
         token by token (recurrent and hybrid models). `recompute`: no cache.
 
@@ -129,7 +130,7 @@ class LocalMember(MemberModel, Member):
             def new_rows(num_rows: int, mode: str) -> CachedRows:
                 return self.new_rows(num_rows, mode=mode)
 
-            modes = self.cache_modes[1 if self.cache_modes[0] == "static" and self.device.type != "cuda" else 0 : -1]
+            modes = [mode for mode in self.cache_modes[:-1] if self._may_be(mode)]
             mode, is_final = find_cache_mode(self, self.trial_ids(), new_rows, modes, self._trial_start())
             if is_final:
                 if len(self._found_modes) >= _MAX_MODES:
@@ -159,7 +160,10 @@ class LocalMember(MemberModel, Member):
         """Whether its steps run as CUDA graphs."""
         # Elsewhere no other mode is asked about, so that finding it, by a trial, can wait.
         is_possible = self._given_mode is not None or self.device.type == "cuda"
-        return is_possible and self.cache_mode == "static"
+        return is_possible and self.cache_mode in CAPTURED_MODES
+
+    def _may_be(self, mode: str) -> bool:
+        return self.device.type == "cuda" or mode not in CAPTURED_MODES
 
     def new_rows(self, num_rows: int, num_expected: int = 0, mode: str | None = None) -> CachedRows:
         """Make caches for the rows of a call.
@@ -172,8 +176,8 @@ class LocalMember(MemberModel, Member):
         if mode is None and self.shared is not None and self.cache_mode == "repack":
             return SharedRows(self.shared, RepackedRows(self, num_rows))
         mode = mode or self.cache_mode
-        if mode == "static":
-            return StaticRows(self.buffer_pool, num_rows, num_expected)
+        if mode in CAPTURED_MODES:
+            return StaticRows(self.buffer_pool, num_rows, num_expected, mode)
         if mode == "repack":
             return RepackedRows(self, num_rows)
         return SeparateRows(self, num_rows, mode)

@@ -125,6 +125,7 @@ class MemberModel:
         attention_mask: Tensor | None,
         cache: Cache | None,
         num_logits: int,
+        in_place_of_model: Any = None,
     ) -> Tensor:
         """Run the model.
 
@@ -134,6 +135,7 @@ class MemberModel:
             attention_mask: Over cache and new ids, of shape `(batch_size, num_cached + num_new)`; None for all ones.
             cache: The cache, extended in place; None to use none.
             num_logits: Number of last positions whose logits are wanted.
+            in_place_of_model: Another model that computes the same. Default: the member's.
 
         Returns:
             Logits of shape `(batch_size, num_logits, vocab_size)`, on the member's device.
@@ -150,7 +152,7 @@ class MemberModel:
         optional["output_router_logits"] = False
         kwargs.update((key, value) for key, value in optional.items() if self.accepts(key) and value is not None)
         try:
-            logits: Tensor = self.model(**kwargs).logits
+            logits: Tensor = (in_place_of_model or self.model)(**kwargs).logits
         except Exception as error:
             raise messages.failed_pass(self.name, error) from error
         self._check_width(logits.shape[-1])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cached_rows import AHEAD, CachedRows
+from .cached_rows import AHEAD, CAPTURED_MODES, CachedRows
 from .entries import Entries, EntryIds
 from .member import Member
 
@@ -56,7 +56,7 @@ class MemberState:
     @property
     def is_captured(self) -> bool:
         """Whether its steps run as CUDA graphs."""
-        return self.caches.mode == "static"
+        return self.caches.mode in CAPTURED_MODES
 
     def logits(self, num_last: int | Sequence[int] = 1, rows: Sequence[int] | None = None) -> Tensor:
         """Bring rows to their contexts and return the logits after their last ids.

@@ -13,6 +13,7 @@ from transformers import Cache
 
 from ..errors import MemberError
 from .cuda_graphs import capture, lock_of
+from .fused_model import fused_model
 from .member_model import MemberModel, is_out_of_memory
 
 WIDTHS = (1, 2, 4, 8, 16)
@@ -72,20 +73,26 @@ def masks_of(member: MemberModel) -> Masks:
 
 
 class _SlotCache(Cache):
-    """Keys and values of every layer in slots; new ones are put where `slots` says."""
+    """Keys and values of every layer in slots; new ones, at `positions`, are put where `slots` says."""
 
     def __init__(self, num_rows: int, capacity: int):
         super().__init__(layers=[])
         self.num_rows, self.capacity = num_rows, capacity
         self.slots: Tensor | None = None
+        self.positions: Tensor | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        if layer_idx == len(self.keys):
+        keys, values = self.layer(layer_idx, key_states, value_states)
+        return self._put(keys, key_states), self._put(values, value_states)
+
+    def layer(self, index: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The slots of a layer's keys and values, for states like these, of shape `(num_rows, num_heads, …, width)`."""
+        if index == len(self.keys):
             self.keys.append(self.slots_for(key_states))
             self.values.append(self.slots_for(value_states))
-        return self._put(self.keys[layer_idx], key_states), self._put(self.values[layer_idx], value_states)
+        return self.keys[index][: len(key_states)], self.values[index][: len(key_states)]
 
     def slots_for(self, states: Tensor) -> Tensor:
         """Empty slots for a layer with states like these."""
@@ -93,7 +100,7 @@ class _SlotCache(Cache):
 
     def _put(self, held: Tensor, new: Tensor) -> Tensor:
         assert self.slots is not None
-        return held[: len(new)].scatter_(2, self.slots[:, None, :, None].expand_as(new), new)
+        return held.scatter_(2, self.slots[:, None, :, None].expand_as(new), new)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -124,6 +131,7 @@ class StaticBuffers:
         num_rows: Most rows.
         capacity: Number of slots a row; the last is for what is no text.
         made_for: The fingerprint of the model whose weights the graphs read.
+        is_fused: Whether short steps run through the kernels of `fused_model`.
 
     Attributes:
         holds_logits: Whether the logits of the last step are in a buffer, which the next one writes into.
@@ -131,16 +139,17 @@ class StaticBuffers:
             memory, so that they are used no more.
 
     Raises:
-        MemberError: If the model is of a kind that cannot be told what to see.
+        MemberError: If the model is of a kind that cannot be told what to see, or that cannot be fused.
     """
 
-    def __init__(self, member: MemberModel, num_rows: int, capacity: int, made_for: Any):
+    def __init__(self, member: MemberModel, num_rows: int, capacity: int, made_for: Any, is_fused: bool = False):
         self.member = member
-        self.made_for = made_for
+        self.made_for, self.is_fused = made_for, is_fused
         self.num_rows, self.capacity = num_rows, capacity
         self.device = member.device
         self.cache = _SlotCache(num_rows, capacity)
         self._masks = masks_of(member)
+        self._fused = fused_model(member) if is_fused else None
         self._is_cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._is_cuda else None
         self._can_capture = self._is_cuda
@@ -239,8 +248,11 @@ class StaticBuffers:
         ids, starts = packed[:, :-1], packed[:, -1:]
         positions = starts + torch.arange(ids.shape[1], device=packed.device)
         self.cache.slots = torch.where(positions < 0, self.capacity - 1, positions)
-        positions = positions.clamp_min(0)
-        return self.member.forward(ids, positions, self._masks(positions, self.capacity), self.cache, num_logits)
+        self.cache.positions = positions = positions.clamp_min(0)
+        fused = self._fused if ids.shape[1] in WIDTHS else None
+        # What reads no mask still has to be given one, or it would make one.
+        masks = self._masks(positions, 1 if fused is not None else self.capacity)
+        return self.member.forward(ids, positions, masks, self.cache, num_logits, fused)
 
     def _capture(self, key: tuple[int, int, int]) -> _Step | None:
         num_rows, num_new, num_logits = key
@@ -274,27 +286,32 @@ class BufferPool:
         self._free: list[StaticBuffers] = []
         self._lock = threading.Lock()
 
-    def acquire(self, num_rows: int, capacity: int, made_for: Any = None) -> StaticBuffers:
+    def acquire(self, num_rows: int, capacity: int, made_for: Any = None, is_fused: bool = False) -> StaticBuffers:
         """Give buffers to one user, who hands them back by `release`.
 
         Args:
             num_rows: Least number of rows.
             capacity: Least number of slots a row.
             made_for: The fingerprint of the model, for who has taken it in this call.
+            is_fused: Whether short steps run through the kernels of `fused_model`.
         """
-        made_for = made_for or self._member.fingerprint()
+        made = made_for or self._member.fingerprint(), is_fused
         with self._lock:
             for buffers in list(self._free):
                 # Graphs read weights where they were, also if buffers come back only after those were replaced.
                 fits = num_rows <= buffers.num_rows <= _MOST_SPARE * num_rows
-                if fits and capacity <= buffers.capacity <= GROWTH * capacity and buffers.made_for == made_for:
+                if (
+                    fits
+                    and capacity <= buffers.capacity <= GROWTH * capacity
+                    and (buffers.made_for, buffers.is_fused) == made
+                ):
                     self._free.remove(buffers)
                     buffers.clear()
                     return buffers
             for buffers in self._free:
                 buffers.wait()  # for a step that ran ahead: their memory goes to others
             self._free.clear()
-        return StaticBuffers(self._member, num_rows, capacity, made_for)
+        return StaticBuffers(self._member, num_rows, capacity, *made)
 
     def release(self, buffers: StaticBuffers) -> None:
         """Take buffers back."""

@@ -34,13 +34,14 @@ class StaticRows(CachedRows):
         pool: The member's buffers.
         num_rows: Number of rows.
         num_expected: Number of ids that each row is expected to grow by.
+        mode: `fused` or `static`.
     """
 
-    mode = "static"
     run_beside = True
 
-    def __init__(self, pool: BufferPool, num_rows: int, num_expected: int):
+    def __init__(self, pool: BufferPool, num_rows: int, num_expected: int, mode: str = "static"):
         super().__init__(num_rows)
+        self.mode = mode
         self._pool = pool
         self._num_expected = min(num_expected, _MAX_RESERVE)
         self._buffers: StaticBuffers | None = None
@@ -140,7 +141,7 @@ class StaticRows(CachedRows):
 
     def _hold_buffers(self, num_rows: int, capacity: int) -> StaticBuffers:
         made_for = None if self._buffers is None else self._buffers.made_for
-        self._buffers = buffers = self._pool.acquire(num_rows, capacity, made_for)
+        self._buffers = buffers = self._pool.acquire(num_rows, capacity, made_for, self.mode == "fused")
         self._give_back = weakref.finalize(self, self._pool.release, buffers)
         self._give_back.atexit = False
         return buffers

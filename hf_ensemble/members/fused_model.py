@@ -1,0 +1,130 @@
+"""A model that shares another's weights and runs its short steps through few kernels."""
+
+import copy
+import functools
+import importlib
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MemberError
+from .member_model import MemberModel
+
+_KNOWN = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}
+"""Folders of `transformers.models` whose attention and norms compute what is written here, and how their classes begin."""
+
+_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+
+
+def fused_model(member: MemberModel, kernels: Any = None) -> Any:
+    """Make a model with a member's weights, whose attention, norms and products with a single vector are `kernels`.
+
+    It takes a cache that has `slots`, `positions` and `layer`, and reads no mask. The member is not changed.
+
+    Args:
+        member: The member.
+        kernels: Has the functions of the module `kernels`. Default: that module, on a GPU.
+
+    Raises:
+        MemberError: If the model is of a kind that is not known here, or cannot run like this.
+    """
+    model, kernels = member.model, kernels or _kernels(member.device)
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            raise MemberError(f"the forward of its module {name!r} has been replaced")
+    dtypes = {weight.dtype for weight in model.parameters()}
+    if len(dtypes) > 1 or not dtypes <= _DTYPES:
+        raise MemberError(f"its weights are of {sorted(map(str, dtypes))}")
+    if model.training or torch.is_autocast_enabled(member.device.type):
+        raise MemberError("it is in training mode" if model.training else "autocast is on")
+    attentions, norms = (_classes(ending) for ending in ("Attention", "RMSNorm"))
+    twin, num_layers = _twin(model, {}), 0
+    for module in twin.modules():
+        if type(module) in attentions:
+            module.forward = functools.partial(_attention, module, kernels, _window(module))
+            num_layers += 1
+        elif type(module) in norms:
+            module.forward = functools.partial(_norm, module, kernels)
+        elif type(module) is torch.nn.Linear and type(module.weight) is torch.nn.Parameter:
+            module.forward = functools.partial(_linear, module, kernels)
+    if num_layers != model.config.get_text_config(decoder=True).num_hidden_layers:
+        raise MemberError(f"not all of its layers have the attention of {', '.join(_KNOWN.values())}")
+    return twin
+
+
+def _kernels(device: torch.device) -> Any:
+    if device.type != "cuda":
+        raise MemberError(f"it is on {device}, and kernels are for GPUs")
+    try:
+        return importlib.import_module(".kernels", __package__)
+    except ImportError as error:
+        raise MemberError(f"its kernels need the package triton ({error})") from error
+
+
+def _classes(ending: str) -> set[type]:
+    """The classes of the known kinds that have been imported: no model is of another."""
+    found = set()
+    for folder, name in _KNOWN.items():
+        module = sys.modules.get(f"transformers.models.{folder}.modeling_{folder}")
+        if module is not None:
+            found.add(getattr(module, name + ending))
+    return found
+
+
+def _twin(module: torch.nn.Module, made: dict[int, Any]) -> Any:
+    """A copy of a module and of those in it, with the same weights, buffers and hooks."""
+    if id(module) not in made:
+        made[id(module)] = twin = copy.copy(module)
+        vars(twin)["_modules"] = {
+            name: None if part is None else _twin(part, made) for name, part in vars(module)["_modules"].items()
+        }
+    return made[id(module)]
+
+
+def _window(attention: Any) -> int | None:
+    """How many slots a query of a layer sees; None for all."""
+    config, width = attention.config, attention.head_dim
+    if width & (width - 1) or width < 16:
+        raise MemberError(f"its heads are {width} wide, which is no power of two from 16 on")
+    if getattr(attention, "attn_logit_softcapping", None) is not None or not attention.is_causal:
+        raise MemberError("its attention caps scores, or looks ahead")
+    kinds = getattr(config, "layer_types", None)
+    slides = kinds is None or kinds[attention.layer_idx] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if slides else None
+
+
+def _attention(
+    attention: Any,
+    kernels: Any,
+    window: int | None,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    cache = kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
+    query, key, value = (
+        project(hidden_states).unflatten(-1, (-1, attention.head_dim))
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    keys, values = cache.layer(attention.layer_idx, key.transpose(1, 2), value.transpose(1, 2))
+    query = kernels.rotate_and_keep(query, key, value, *position_embeddings, keys, values, cache.slots)
+    found = kernels.attend(query, keys, values, cache.positions, attention.scaling, window)
+    return attention.o_proj(found.flatten(2)), None
+
+
+def _norm(norm: Any, kernels: Any, states: Tensor) -> Tensor:
+    # Gemma's calls it by another name, and scales by one more than its weight.
+    adds_one = not hasattr(norm, "variance_epsilon")
+    found: Tensor = kernels.rms_norm(states, norm.weight, norm.eps if adds_one else norm.variance_epsilon, adds_one)
+    return found
+
+
+def _linear(linear: Any, kernels: Any, states: Tensor) -> Tensor:
+    if states.numel() == states.shape[-1]:
+        found: Tensor = kernels.product(states, linear.weight, linear.bias)
+        return found
+    return torch.nn.functional.linear(states, linear.weight, linear.bias)

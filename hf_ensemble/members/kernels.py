@@ -1,0 +1,264 @@
+"""What a short step spends its time on besides reading weights, each as one kernel, in Triton.
+
+A step of one token launches some fifty kernels a layer in plain PyTorch, and each takes longer to start than to run.
+Sums are formed in float32. Shapes that change from call to call are no constants, so each kernel is compiled for few.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MOST_SPLITS = 64
+"""Most parts that the slots of a row are read in side by side."""
+
+_LEAST_SPLIT = 64
+"""Least slots in each."""
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float, adds_one: bool) -> Tensor:
+    """Divide by the root of the mean square, and scale.
+
+    Args:
+        states: Of shape `(..., width)`.
+        weight: The scale, of shape `(width,)`.
+        epsilon: Added to the mean square.
+        adds_one: Whether the scale is one more than `weight`, applied before rounding, as in Gemma.
+    """
+    states = states.contiguous()
+    found, width = torch.empty_like(states), states.shape[-1]
+    block = triton.next_power_of_2(width)
+    grid = (states.numel() // width,)
+    _rms_norm[grid](states, weight, found, width, epsilon, adds_one, block, num_warps=min(16, max(1, block // 512)))
+    return found
+
+
+@triton.jit
+def _rms_norm(states, weight, found, width, epsilon, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    is_there = at < width
+    start = tl.program_id(0).to(tl.int64) * width
+    x = tl.load(states + start + at, mask=is_there, other=0.0).to(tl.float32)
+    scale = tl.load(weight + at, mask=is_there, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
+    kind = found.dtype.element_ty
+    x = x * (1.0 + scale) if ADDS_ONE else x.to(kind).to(tl.float32) * scale
+    tl.store(found + start + at, x.to(kind), mask=is_there)
+
+
+def product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply a matrix with a single vector.
+
+    Args:
+        states: Of shape `(..., width)`, with `width` numbers in all.
+        weight: Of shape `(num_out, width)`, contiguous.
+        bias: Of shape `(num_out,)`.
+
+    Returns:
+        Of shape `(..., num_out)`.
+    """
+    num_out, width = weight.shape
+    found = states.new_empty(*states.shape[:-1], num_out)
+    block = 1024 if width % 1024 == 0 else 512
+    bias_or_any = weight if bias is None else bias
+    _product[(num_out,)](
+        states, weight, bias_or_any, found, width, bias is not None, width % block == 0, block, num_warps=block // 256
+    )
+    return found
+
+
+@triton.jit
+def _product(states, weight, bias, found, width, HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    weight += row.to(tl.int64) * width
+    for start in range(0, width, BLOCK):
+        if IS_EVEN:
+            x = tl.load(states + start + at)
+            w = tl.load(weight + start + at)
+        else:
+            is_there = start + at < width
+            x = tl.load(states + start + at, mask=is_there, other=0.0)
+            w = tl.load(weight + start + at, mask=is_there, other=0.0)
+        total += x.to(tl.float32) * w.to(tl.float32)
+    y = tl.sum(total, 0)
+    if HAS_BIAS:
+        y += tl.load(bias + row).to(tl.float32)
+    tl.store(found + row, y.to(found.dtype.element_ty))
+
+
+def rotate_and_keep(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Rotate queries and keys by their positions, and put keys and values into their slots.
+
+    Args:
+        query: Of shape `(num_rows, num_new, num_heads, width)`.
+        key: Of shape `(num_rows, num_new, num_key_heads, width)`.
+        value: As `key`.
+        cos: Of the positions' angles, of shape `(num_rows or 1, num_new, width)`; its two halves are equal.
+        sin: As `cos`.
+        keys: What is kept, of shape `(num_rows, num_key_heads, capacity, width)`; changed in place.
+        values: As `keys`.
+        slots: Where they go, of shape `(num_rows, num_new)`.
+
+    Returns:
+        The rotated queries, of shape `(num_rows, num_new, num_heads, width)`.
+    """
+    num_rows, num_new, num_heads, width = query.shape
+    num_kept = key.shape[2]
+    cos, sin = (part.expand(num_rows, num_new, width).contiguous() for part in (cos, sin))
+    rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _rotate_and_keep[(num_rows * num_new, num_heads + 2 * num_kept)](
+        query.contiguous(), key.contiguous(), value.contiguous(), cos, sin, rotated, keys, values, slots.contiguous(),
+        num_new, num_heads, num_kept, keys.stride(0), keys.stride(1), width // 2, num_warps=1,
+    )  # fmt: skip
+    return rotated
+
+
+@triton.jit(do_not_specialize=["num_new", "num_heads", "num_kept"])
+def _rotate_and_keep(
+    query, key, value, cos, sin, rotated, keys, values, slots,
+    num_new, num_heads, num_kept, of_row, of_head, HALF: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    left = tl.arange(0, HALF)
+    right = HALF + left
+    kind = rotated.dtype.element_ty
+    if head < num_heads:
+        source = query + (token * num_heads + head) * 2 * HALF
+        target = rotated + (token * num_heads + head) * 2 * HALF
+    else:
+        head -= num_heads
+        slot = tl.load(slots + token)
+        place = (token // num_new) * of_row + (head % num_kept) * of_head + slot * 2 * HALF
+        if head < num_kept:
+            source = key + (token * num_kept + head) * 2 * HALF
+            target = keys + place
+        else:
+            source = value + (token * num_kept + head - num_kept) * 2 * HALF
+            target = values + place
+    a, b = tl.load(source + left).to(tl.float32), tl.load(source + right).to(tl.float32)
+    if tl.program_id(1) < num_heads + num_kept:
+        cos_of, sin_of = cos + token * 2 * HALF, sin + token * 2 * HALF
+        c, s = tl.load(cos_of + left).to(tl.float32), tl.load(sin_of + left).to(tl.float32)
+        a, b = a * c - b * s, b * c + a * s
+    tl.store(target + left, a.to(kind))
+    tl.store(target + right, b.to(kind))
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attend to the slots up to each query's position, and to no others.
+
+    Every key head is read once for all heads of queries that share it, in parts side by side.
+
+    Args:
+        query: Of shape `(num_rows, num_new, num_heads, width)`, contiguous.
+        keys: Of shape `(num_rows, num_key_heads, capacity, width)`.
+        values: As `keys`.
+        positions: Of the queries, of shape `(num_rows, num_new)`.
+        scale: Times which scores count.
+        window: How many slots up to its own a query sees; None for all.
+
+    Returns:
+        Of the shape of `query`.
+    """
+    num_rows, num_new, num_heads, width = query.shape
+    num_kept, capacity = keys.shape[1:3]
+    group = num_heads // num_kept
+    count = group * num_new
+    split = max(_LEAST_SPLIT, triton.next_power_of_2(triton.cdiv(capacity, _MOST_SPLITS)))
+    num_splits = triton.cdiv(capacity, split)
+    parts = torch.empty(num_rows * num_kept * num_splits * count, width, dtype=torch.float32, device=query.device)
+    logsums = torch.empty(len(parts), dtype=torch.float32, device=query.device)
+    found, positions = torch.empty_like(query), positions.contiguous()
+    block = min(64, max(16, triton.next_power_of_2(count)))
+    _attend[(num_rows * num_kept, num_splits, triton.cdiv(count, block))](
+        query, keys, values, positions, parts, logsums, scale, keys.stride(0), keys.stride(1),
+        num_new, num_kept, num_splits, split, group, window or 0, width, block,
+        "ieee" if query.dtype == torch.float32 else "tf32", num_warps=4,
+    )  # fmt: skip
+    _join[(num_rows * num_kept, count)](
+        parts, logsums, found, num_new, num_kept, num_splits, group, width, _MOST_SPLITS, num_warps=4
+    )
+    return found
+
+
+@triton.jit(do_not_specialize=["num_new", "num_kept", "num_splits", "group", "window"])
+def _attend(
+    query, keys, values, positions, parts, logsums, scale, of_row, of_head,
+    num_new, num_kept, num_splits, split, group, window,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row, head = (tl.program_id(0) // num_kept).to(tl.int64), tl.program_id(0) % num_kept
+    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    along = tl.arange(0, WIDTH)
+    count = group * num_new
+    is_there = at < count
+    token = at % num_new
+    position = tl.load(positions + row * num_new + token, mask=is_there, other=-1).to(tl.int32)
+    last = tl.max(position, 0)
+    begin = tl.program_id(1) * split
+    end = tl.minimum(begin + split, last + 1)
+    first = 0
+    if window > 0:
+        first = tl.min(tl.where(is_there, position, 2147483647), 0) - window + 1
+    out = (tl.program_id(0).to(tl.int64) * num_splits + tl.program_id(1)) * count + at
+    if (begin > last) | (begin + split <= first):
+        tl.store(logsums + out, tl.full((BLOCK,), float("-inf"), tl.float32), mask=is_there)
+    else:
+        q_at = ((row * num_new + token) * num_kept + head) * group + at // num_new
+        q = tl.load(query + q_at[:, None] * WIDTH + along[None, :], mask=is_there[:, None], other=0.0)
+        highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        sums = tl.zeros((BLOCK, WIDTH), tl.float32)
+        keys += row * of_row + head * of_head
+        values += row * of_row + head * of_head
+        STEP: tl.constexpr = 32 if WIDTH > 128 else 64
+        for start in range(begin, end, STEP):
+            slot = start + tl.arange(0, STEP)
+            is_read = slot < end
+            k = tl.load(keys + slot[:, None] * WIDTH + along[None, :], mask=is_read[:, None], other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            is_seen = (slot[None, :] <= position[:, None]) & is_read[None, :]
+            if window > 0:
+                is_seen &= slot[None, :] > position[:, None] - window
+            scores = tl.where(is_seen, scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            # Where nothing has been seen yet there is nothing to subtract.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            shares = tl.exp(scores - base[:, None])
+            kept = tl.exp(highest - base)
+            v = tl.load(values + slot[:, None] * WIDTH + along[None, :], mask=is_read[:, None], other=0.0)
+            sums = sums * kept[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
+            total = total * kept + tl.sum(shares, 1)
+            highest = higher
+        # NaN is none of these, and goes on.
+        is_empty = total == 0.0
+        sums = sums / tl.where(is_empty, 1.0, total)[:, None]
+        logsum = tl.where(is_empty, float("-inf"), tl.log(total) + highest)
+        tl.store(parts + out[:, None] * WIDTH + along[None, :], sums, mask=is_there[:, None])
+        tl.store(logsums + out, logsum, mask=is_there)
+
+
+@triton.jit(do_not_specialize=["num_new", "num_kept", "num_splits", "group"])
+def _join(parts, logsums, found, num_new, num_kept, num_splits, group, WIDTH: tl.constexpr, MOST_SPLITS: tl.constexpr):
+    row, head = (tl.program_id(0) // num_kept).to(tl.int64), tl.program_id(0) % num_kept
+    at = tl.program_id(1)
+    split, along = tl.arange(0, MOST_SPLITS), tl.arange(0, WIDTH)
+    place = (tl.program_id(0).to(tl.int64) * num_splits + split) * group * num_new + at
+    logsum = tl.load(logsums + place, mask=split < num_splits, other=float("-inf"))
+    shares = tl.exp(logsum - tl.max(logsum, 0))
+    shares = shares / tl.sum(shares, 0)
+    part = tl.load(parts + place[:, None] * WIDTH + along[None, :], mask=(shares > 0.0)[:, None], other=0.0)
+    total = tl.sum(part * shares[:, None], 0)
+    place_found = ((row * num_new + at % num_new) * num_kept + head) * group + at // num_new
+    tl.store(found + place_found * WIDTH + along, total.to(found.dtype.element_ty))

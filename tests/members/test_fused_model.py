@@ -1,0 +1,260 @@
+"""Models that run their short steps through few kernels: here with kernels of plain PyTorch, and ours where Triton runs."""
+
+import importlib
+import os
+import types
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from hf_ensemble import MemberError
+from hf_ensemble.members import fused_model as fusing
+from hf_ensemble.members.local import LocalMember
+from hf_ensemble.members.state import MemberState, PlainContext
+from tests import contracts, tiny
+
+SIZES = {
+    "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def half_turned(states):
+    left, right = states.chunk(2, -1)
+    return torch.cat([-right, left], -1)
+
+
+def rms_norm(states, weight, epsilon, adds_one):
+    states = states * (states.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
+    return states * (1 + weight if adds_one else weight)
+
+
+def rotate_and_keep(query, key, value, cos, sin, keys, values, slots):
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    query, key = (states * cos + half_turned(states) * sin for states in (query, key))
+    for row, of_row in enumerate(slots.tolist()):
+        for new, slot in enumerate(of_row):
+            keys[row, :, slot], values[row, :, slot] = key[row, new], value[row, new]
+    return query
+
+
+def attend(query, keys, values, positions, scale, window):
+    group = query.shape[2] // keys.shape[1]
+    keys, values = (states.repeat_interleave(group, 1) for states in (keys, values))
+    slots = torch.arange(keys.shape[2], device=keys.device)
+    seen = slots <= positions[..., None]
+    if window is not None:
+        seen &= slots > positions[..., None] - window
+    scores = torch.einsum("rnhw,rhsw->rhns", query, keys) * scale
+    shares = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("rhns,rhsw->rnhw", shares, values)
+
+
+PLAIN = types.SimpleNamespace(
+    rms_norm=rms_norm,
+    product=torch.nn.functional.linear,
+    rotate_and_keep=rotate_and_keep,
+    attend=attend,
+)
+
+
+def qwen(model_class, config_class, vocab, seed):
+    torch.manual_seed(seed)
+    return model_class(config_class(vocab_size=len(vocab), **SIZES)).eval()
+
+
+KINDS = {
+    "llama": lambda vocab: tiny.tiny_llama(vocab, seed=3, head_dim=16),
+    "gemma3": lambda vocab: tiny.tiny_gemma3(vocab, seed=3, head_dim=16),
+    "mistral": lambda vocab: tiny.tiny_mistral(vocab, seed=3, head_dim=16),
+    "qwen2": lambda vocab: qwen(Qwen2ForCausalLM, Qwen2Config, vocab, 3),
+    "qwen3": lambda vocab: qwen(Qwen3ForCausalLM, Qwen3Config, vocab, 3),
+}
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(
+    not (torch.cuda.is_available() or IS_INTERPRETED), reason="needs a CUDA device, or Triton's interpreter"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def ours():
+    return importlib.import_module("hf_ensemble.members.kernels")
+
+
+@pytest.fixture(params=["plain", pytest.param("triton", marks=needs_triton)])
+def kernels(request, monkeypatch):
+    """The device of the members; what their kernels attended to is counted."""
+    used = PLAIN if request.param == "plain" else ours()
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return used.attend(*args)
+
+    counting = types.SimpleNamespace(
+        rms_norm=used.rms_norm, product=used.product, rotate_and_keep=used.rotate_and_keep, attend=counted
+    )
+    monkeypatch.setattr(fusing, "_kernels", lambda device: counting)
+    return types.SimpleNamespace(calls=calls, device="cpu" if request.param == "plain" else DEVICE)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(fusing, "_kernels", lambda device: PLAIN)
+
+
+def follow(member, mode, steps):
+    state = MemberState(member, [PlainContext([]), PlainContext([])], mode)
+    found = []
+    with torch.no_grad():
+        for ids, num_last in steps:
+            for context, row in zip(state.contexts, ids, strict=True):
+                context.ids = list(row)
+            found.append(state.logits(num_last).clone())
+    return found
+
+
+STEPS = [  # a prompt, a token each, several in one row, a step back and another way, one row alone
+    (([5, 6, 7, 8, 9, 10], [11, 12]), 1),
+    (([5, 6, 7, 8, 9, 10, 13], [11, 12, 14]), 1),
+    (([5, 6, 7, 8, 9, 10, 13, 15, 16, 17], [11, 12, 14, 18]), 2),
+    (([5, 6, 7, 19], [11, 12, 14, 18, 20]), 1),
+    (([5, 6, 7, 19, *range(21, 45)], [11, 12, 14, 18, 20, 21]), 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_steps_give_the_logits_of_the_model(kind, kernels):
+    member = LocalMember(KINDS[kind](contracts.small()).to(kernels.device), contracts.small())
+    found = follow(member, "fused", STEPS)
+    # A prompt of six takes a step of eight, and 24 more take one that is not fused.
+    assert len(kernels.calls) == 4 * member.config.num_hidden_layers
+    for one, expected in zip(found, follow(member, "recompute", STEPS), strict=True):
+        torch.testing.assert_close(one, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_the_model_stays_as_it_is_and_shares_its_weights(on_cpu):
+    model = tiny.tiny_llama(contracts.small(), seed=1, head_dim=16)
+    before = {name: (type(part), sorted(vars(part))) for name, part in model.named_modules()}
+    twin = fusing.fused_model(LocalMember(model, contracts.small()))
+    assert {name: (type(part), sorted(vars(part))) for name, part in model.named_modules()} == before
+    shared = dict(model.named_parameters())
+    assert {name for name, weight in twin.named_parameters() if weight is shared[name]} == set(shared)
+
+
+def test_hooks_of_the_model_run_in_fused_steps(on_cpu):
+    member = LocalMember(tiny.tiny_llama(contracts.small(), seed=1, head_dim=16), contracts.small())
+    member.model.model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
+    for found, expected in zip(follow(member, "fused", STEPS), follow(member, "recompute", STEPS), strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+
+
+def in_training(model):
+    model.train()
+
+
+def in_two_dtypes(model):
+    model.model.norm.bfloat16()
+
+
+def replaced(model):
+    model.model.layers[0].mlp.forward = lambda states: states
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(in_training, "training mode"), (in_two_dtypes, "bfloat16"), (replaced, "layers.0.mlp' has been replaced")],
+)
+def test_what_cannot_be_fused_says_why(change, reason, on_cpu):
+    model = tiny.tiny_llama(contracts.small(), seed=1, head_dim=16)
+    change(model)
+    with pytest.raises(MemberError, match=reason):
+        fusing.fused_model(LocalMember(model, contracts.small()))
+
+
+def test_other_kinds_of_models_are_not_fused(on_cpu):
+    with pytest.raises(MemberError, match="not all of its layers"):
+        fusing.fused_model(LocalMember(tiny.tiny_gpt2(contracts.small()), contracts.small()))
+    with pytest.raises(MemberError, match="power of two"):
+        model = tiny.tiny_llama(contracts.small(), head_dim=12)
+        fusing.fused_model(LocalMember(model, contracts.small()))
+
+
+def test_a_model_on_a_cpu_is_not_fused():
+    member = LocalMember(tiny.tiny_llama(contracts.small()), contracts.small())
+    assert member.cache_mode == "repack"
+    with pytest.raises(MemberError, match="on cpu"):
+        fusing.fused_model(member)
+
+
+# Our kernels against the plain ones
+
+
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
+
+
+@needs_triton
+@pytest.mark.parametrize("adds_one", [False, True])
+@pytest.mark.parametrize("width", [16, 48, 4096])
+def test_norms(width, adds_one):
+    states, weight = drawn(3, 2, width), drawn(width)
+    found = ours().rms_norm(states, weight, 1e-6, adds_one)
+    torch.testing.assert_close(found, rms_norm(states, weight, 1e-6, adds_one))
+
+
+@needs_triton
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("width", [16, 512, 1200, 4096])
+def test_products_with_one_vector(width, has_bias):
+    states, weight, bias = drawn(1, 1, width), drawn(7, width), drawn(7) if has_bias else None
+    found = ours().product(states, weight, bias)
+    torch.testing.assert_close(
+        found,
+        torch.nn.functional.linear(states.double(), weight.double(), None if bias is None else bias.double()).float(),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize(
+    ("num_rows", "num_new", "num_heads", "num_kept", "width", "capacity"),
+    [
+        (2, 1, 4, 2, 16, 192),
+        (3, 4, 6, 2, 32, 128),
+        (1, 16, 8, 1, 16, 320),
+        (2, 2, 3, 3, 256, 128),
+        (1, 1, 2, 1, 16, 8384),
+    ],
+)
+def test_attention(num_rows, num_new, num_heads, num_kept, width, capacity, window):
+    query = drawn(num_rows, num_new, num_heads, width)
+    keys, values = drawn(num_rows, num_kept, capacity, width), drawn(num_rows, num_kept, capacity, width + 0)
+    ends = torch.randint(num_new, capacity, (num_rows, 1), generator=torch.Generator().manual_seed(capacity))
+    positions = (ends - num_new + torch.arange(num_new)).to(DEVICE)
+    found = ours().attend(query, keys, values, positions, 0.3, window)
+    torch.testing.assert_close(found, attend(query, keys, values, positions, 0.3, window), atol=1e-4, rtol=1e-4)
+
+
+@needs_triton
+def test_what_is_not_a_number_is_not_hidden():
+    query, keys, values = drawn(1, 1, 2, 16), drawn(1, 1, 192, 16), drawn(1, 1, 192, 16)
+    keys[0, 0, 3] = torch.nan
+    assert ours().attend(query, keys, values, torch.tensor([[150]], device=DEVICE), 0.3, None).isnan().all()
+    assert ours().attend(query, keys, values, torch.tensor([[2]], device=DEVICE), 0.3, None).isfinite().all()
+
+
+@needs_triton
+def test_rotation_and_slots():
+    query, key, value = drawn(2, 3, 4, 16), drawn(2, 3, 2, 16), drawn(2, 3, 2, 16) + 1
+    angles = drawn(1, 3, 8)
+    cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
+    slots = torch.tensor([[3, 4, 5], [63, 63, 0]], device=DEVICE)
+    held = [torch.zeros(2, 2, 64, 16, device=DEVICE) for _ in range(4)]
+    found = ours().rotate_and_keep(query, key, value, cos, sin, *held[:2], slots)
+    torch.testing.assert_close(found, rotate_and_keep(query, key, value, cos, sin, *held[2:], slots))
+    for one, other in zip(held[:2], held[2:], strict=True):
+        torch.testing.assert_close(one[:, :, :63], other[:, :, :63])
