@@ -85,12 +85,17 @@ def time_again(ensemble, ids: torch.Tensor, new_tokens: int, method: str, **opti
     return time_ensemble(ensemble, ids, new_tokens, method, **options)
 
 
+def time_decoding(ensemble, ids: torch.Tensor, new_tokens: int, method: str, **options) -> float:
+    """Seconds a token of a call, without its prompt: what all tokens take more than the first."""
+    first = time_again(ensemble, ids, 1, method, **options)
+    # Not what twice the tokens take more: there would be more slots.
+    return (new_tokens * time_again(ensemble, ids, new_tokens, method, **options) - first) / (new_tokens - 1)
+
+
 def time_alone(ensemble, ids: torch.Tensor, new_tokens: int, method: str) -> float:
-    """Seconds a token of a call that only the primary decides, without its prompt: by what all take more than the first."""
+    """The same where only the primary decides."""
     weights = [1.0] + [0.0] * (len(ensemble.members) - 1)
-    first = time_again(ensemble, ids, 1, method, weights=weights)
-    # Not by what twice the tokens take more: a step reads all slots, of which there would be more.
-    return (new_tokens * time_again(ensemble, ids, new_tokens, method, weights=weights) - first) / (new_tokens - 1)
+    return time_decoding(ensemble, ids, new_tokens, method, weights=weights)
 
 
 def time_fusion(ensemble, method: str, repeats: int = 100) -> list[float]:
@@ -166,6 +171,11 @@ def variants_of(ensemble, args: argparse.Namespace, texts: list[torch.Tensor]) -
         inputs |= {f"prompt {length}": texts[0][None, :length] for length in args.lengths}
         for name, ids in inputs.items():
             variants[f"{method}, {name}"] = functools.partial(time_again, ensemble, ids, args.new_tokens, method)
+        for length in (args.prompt, *args.lengths):
+            ids = texts[0][None, :length]
+            variants[f"{method}, steps after a prompt of {length}"] = functools.partial(
+                time_decoding, ensemble, ids, args.new_tokens, method
+            )
     return variants
 
 
@@ -217,7 +227,7 @@ def main() -> None:
     print_heads("one run, batch 1 unless named", "ms a token (quartiles)", "tokens a second of all rows")
     for name, values in seconds.items():
         rows = int(name.rsplit("batch ", 1)[1]) if "batch " in name else 1
-        tokens = rows * (int(name.rsplit(" ", 1)[1]) if "step of" in name else 1)
+        tokens = rows * (int(name.rsplit(" ", 1)[1]) if "captured step of" in name else 1)
         print_row(name, failed.get(name) or milliseconds(values, 2), f"{tokens / middle[name]:.0f}")
     print_what_follows(ensemble, args, texts[0][None, : args.prompt], middle)
     for batch in args.batches:

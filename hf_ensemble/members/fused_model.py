@@ -40,15 +40,16 @@ def fused_model(member: MemberModel, kernels: Any = None) -> Any:
     if model.training or torch.is_autocast_enabled(member.device.type):
         raise MemberError("it is in training mode" if model.training else "autocast is on")
     attentions, norms = (_classes(ending) for ending in ("Attention", "RMSNorm"))
-    twin, num_layers = _twin(model, {}), 0
-    for module in twin.modules():
-        if type(module) in attentions:
-            module.forward = functools.partial(_attention, module, kernels, _window(module))
+    twin: Any = _twin(model, {})
+    num_layers = 0
+    for part in twin.modules():
+        if type(part) in attentions:
+            vars(part)["forward"] = functools.partial(_attention, part, kernels, _window(part))
             num_layers += 1
-        elif type(module) in norms:
-            module.forward = functools.partial(_norm, module, kernels)
-        elif type(module) is torch.nn.Linear and type(module.weight) is torch.nn.Parameter:
-            module.forward = functools.partial(_linear, module, kernels)
+        elif type(part) in norms:
+            vars(part)["forward"] = functools.partial(_norm, part, kernels)
+        elif type(part) is torch.nn.Linear and type(part.weight) is torch.nn.Parameter:
+            vars(part)["forward"] = functools.partial(_linear, part, kernels)
     if num_layers != model.config.get_text_config(decoder=True).num_hidden_layers:
         raise MemberError(f"not all of its layers have the attention of {', '.join(_KNOWN.values())}")
     return twin
