@@ -63,6 +63,12 @@ extra_environment() {
         cp .venvs/newest/made-for $folder
 }
 
+# What xgrammar needs beside these is there, but for a compiler of a gigabyte that it uses on GPUs only.
+json_environment() {
+    extra_environment json jsonschema langchain-huggingface langchain-openai &&
+        .venvs/json/bin/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps "xgrammar==0.2.9" "apache-tvm-ffi==0.1.15.post2"
+}
+
 # background NAME COMMAND...: start it; `stage NAME result_of NAME` waits for it.
 background() {
     local name=$1
@@ -92,8 +98,7 @@ stage "newest versions" make_environment .venvs/newest --group dev || exit 1
 if ! $quick; then
     background lm-eval extra_environment lm-eval --editable ".[lm-eval]"
     background ray extra_environment ray --editable ".[ray]"
-    # What it needs beside these is there, but for a compiler of a gigabyte that it uses on GPUs only.
-    background json extra_environment json --no-deps "xgrammar==0.2.9" "apache-tvm-ffi==0.1.15.post2"
+    background json json_environment
     background mypy $newest/mypy
     stage "ruff format" $newest/ruff format --check .
     stage "ruff check" $newest/ruff check .
@@ -147,7 +152,7 @@ if ! $quick; then
         --ignore=tests/choosing --ignore=tests/members/test_served_requests.py --ignore=tests/test_{docs,examples,benchmarks,comparisons,mixing,pages}.py \
         --ignore=tests/answers/test_{chrf,options,record}.py "${few_of_oldest[@]}"
     tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not (unite or gemma or scripts)" "${few_real[@]}"
-    tests "grammars, newest" $with_json/python -m pytest --quiet tests/serving/test_json.py tests/decoding/test_constraints.py -p no:logging -k "json or grammar or matcher"
+    tests "grammars, newest" $with_json/python -m pytest --quiet tests/serving/test_{json,clients}.py tests/decoding/test_constraints.py tests/test_benchmarks.py -p no:logging -k "json or grammar or matcher or langchain"
     # One process: each starts its own nodes, and what is measured is whether processes end.
     tests "ray, newest" $with_ray/python -m pytest --quiet tests/ray -p no:logging -m "$without$few_ray"
     tests "real and lm-eval, newest" $with_lm_eval/python "${real[@]}" "$without" tests/test_lm_eval.py

@@ -76,6 +76,25 @@ def test_serving(members, run):
 
 
 @pytest.mark.slow
+def test_json_answers(members, run, tmp_path, monkeypatch):
+    for package in ("openai", "xgrammar", "jsonschema"):
+        pytest.importorskip(package)
+    monkeypatch.setattr(DraftLength, "choose", DraftLength.choose)  # the script puts its own there
+    tokenizer = tiny.smol_like()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    for part in (tokenizer, tiny.tiny_llama(tokenizer)):
+        part.save_pretrained(tmp_path)
+    options = ["--models", tmp_path, members[1], "--dtype", "float32", "--answers", 4, "--clients", 2]
+    (rows,) = run("json_answers", *options, "--methods", "gac", "--draft-length", 2, "--cut", 3)
+    assert [(row["method"], row["drafts"], row["cut and say so"]) for row in rows] == [
+        ("gac", "no", "2 of 2"),
+        ("gac", "yes", ""),
+    ]
+    for row in rows:
+        assert row["answers"] == row["ended by themselves"] == row["parsed"] == row["fit"] == "4"
+
+
+@pytest.mark.slow
 def test_deepen(members, run):
     options = ["--models", *members, "--new-tokens", 1, "--rounds", 1, "--device", "cpu"]
     steps, average, support = run("deepen", *options)

@@ -9,9 +9,11 @@ and a 7B with random weights in bfloat16 on a GPU (`--shapes`, `--device`).
 """
 
 import argparse
+import contextlib
 import json
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -20,8 +22,32 @@ from members import add_arguments, load
 from report import print_heads, print_row, setting
 from texts import TEXT
 
+from hf_ensemble import EnsembleForCausalLM
 from hf_ensemble.config import method_config
 from hf_ensemble.serving import Limits, build_app
+
+
+@contextlib.contextmanager
+def client_of(ensemble: EnsembleForCausalLM, max_batch: int) -> Iterator[openai.OpenAI]:
+    """Serve an ensemble as `ensemble` on this machine, and give a client of it.
+
+    Args:
+        ensemble: The ensemble.
+        max_batch: How many texts are written together.
+    """
+    app = build_app(ensemble, "ensemble", limits=Limits(max_batch=max_batch))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    try:
+        with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=3600) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def main() -> None:
@@ -38,19 +64,12 @@ def main() -> None:
     words = TEXT.split(" ")
     prompts = [" ".join(words[n % 40 : n % 40 + 24 + n % 8]) for n in range(args.clients)]
 
-    app = build_app(ensemble, "ensemble", limits=Limits(max_batch=args.clients))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
     print(setting(ensemble.device, ensemble.dtype, f"{args.new_tokens} new tokens", f"{args.repeats} repeats"))
     print_heads(
         "clients at once", "requests", "seconds", "processor seconds", "tokens a second", "times as many", "same texts"
     )
     first_rate, expected = None, None
-    with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=3600) as client:
+    with client_of(ensemble, args.clients) as client:
 
         def ask(prompt: str, num_new: int = args.new_tokens) -> str:
             # Without EOS, so that every text has all its tokens.
@@ -77,8 +96,6 @@ def main() -> None:
                 clients, len(prompts), f"{fastest:.1f}", f"{spent:.1f}", f"{rate:.1f}", f"{rate / first_rate:.2f}",
                 f"{same} of {len(texts)}",
             )  # fmt: skip
-    server.should_exit = True
-    thread.join()
 
 
 if __name__ == "__main__":

@@ -7,13 +7,31 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from transformers import SuppressTokensLogitsProcessor
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
 
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
 
 _NUM_KEPT = 64
 """Compiled schemas that are kept."""
+
+
+class _Without(LogitsProcessor):
+    """Bans ids. The stock processor compares every id with every other one at each step, which costs a tenth of a second.
+
+    Args:
+        is_banned: Which, of shape `(width,)`.
+    """
+
+    def __init__(self, is_banned: Tensor):
+        self._is_banned = is_banned
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return the scores for the next processor, of shape `(num_rows, width)`."""
+        self._is_banned = self._is_banned.to(scores.device)
+        return scores.masked_fill(self._is_banned, -torch.inf)  # type: ignore[return-value]
 
 
 class Grammars:
@@ -56,21 +74,22 @@ class Grammars:
             raise ConfigurationError(
                 f"`response_format.type` has to be 'text', 'json_object' or 'json_schema', but is {kind!r}."
             )
-        from xgrammar.contrib.hf import LogitsProcessor
+        from xgrammar.contrib import hf
 
         if kind == "json_object":
-            return lambda: [LogitsProcessor(compiled)]
+            return lambda: [hf.LogitsProcessor(compiled)]
         # Bounded strings are let have them, with which no text is JSON.
-        return lambda: [SuppressTokensLogitsProcessor(self._control_characters), LogitsProcessor(compiled)]
+        return lambda: [_Without(self._writes_control), hf.LogitsProcessor(compiled)]
 
     @cached_property
-    def _control_characters(self) -> list[int]:
-        """The ids that write a control character, such as a line break."""
+    def _writes_control(self) -> Tensor:
+        """Which ids write a control character, such as a line break."""
         primary = self._ensemble.member_views[0]
         entries = primary.encoder.token_bytes.entries
-        return [
-            i for i, entry in enumerate(entries) if not primary.is_control(i) and any(byte < 0x20 for byte in entry)
-        ]
+        found = [i for i, entry in enumerate(entries) if not primary.is_control(i) and min(entry, default=32) < 32]
+        return torch.zeros(primary.vocab_size, dtype=torch.bool).index_fill(
+            0, torch.tensor(found, dtype=torch.long), True
+        )
 
     def _get(self, key: str, compile_with: Callable[[Any], Any]) -> Any:
         with self._lock:
