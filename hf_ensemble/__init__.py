@@ -57,7 +57,7 @@ _SOURCES = {
     ".vocabulary.anchors": ("AnchorTokens",),
     ".vocabulary.union": ("UnionVocabulary",),
 }
-"""Where the public names are. A name is imported when it is first asked for: what is behind them takes seconds."""
+"""The modules of the public names. A name is imported on first use, because importing all of them takes seconds."""
 
 _MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names}
 
@@ -76,8 +76,8 @@ def __dir__() -> list[str]:
 _name = PurePath(*sys.argv[:1]).name
 _is_command = _name in ("hf-ensemble", "hf-ensemble.exe") or (_name == "-m" and "hf_ensemble.cli" in sys.orig_argv)
 
-# The command `hf-ensemble` imports what it runs by itself, so that its help needs no torch. In every other process the
-# model type is registered.
+# The command `hf-ensemble` imports what it needs itself, so its help does not load torch. Every other process
+# registers the model type.
 if not _is_command:
     from . import registration as registration
 

@@ -1,4 +1,4 @@
-"""Addresses of servers: what may stand in one, and how it is shown."""
+"""Addresses of servers: which are valid, and how errors show them."""
 
 from urllib.parse import urlsplit
 
@@ -6,14 +6,14 @@ from .errors import ConfigurationError
 
 
 def checked_url(url: str, name: str) -> str:
-    """Look whether a URL can be that of a server, and give it without a slash at its end.
+    """Check the URL of a server, and return it without a trailing slash.
 
     Args:
         url: The URL.
-        name: Of the member, for the error.
+        name: Name of the member, for the error.
 
     Raises:
-        ConfigurationError: If it is none, or holds what belongs to nobody else: it is saved and shown.
+        ConfigurationError: If it is not a URL, or contains a user or a query, which would be saved and shown.
     """
     try:
         parts = urlsplit(url)
@@ -22,18 +22,18 @@ def checked_url(url: str, name: str) -> str:
         is_url = False
     if not is_url or any(character.isspace() for character in url):
         raise ConfigurationError(
-            f"`url` of member {name!r} has to be like 'http://host:8000/v1', but is {shown(url)!r:.200}."
+            f"`url` of member {name!r} has to look like 'http://host:8000/v1', but is {shown(url)!r:.200}."
         )
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ConfigurationError(
-            f"`url` of member {name!r} ({shown(url)}) holds a user or a query, which would be saved with it. Put a key into "
-            "an environment variable and name that as `api_key_env`."
+            f"`url` of member {name!r} ({shown(url)}) contains a user or a query, which would be saved with it. Put "
+            "the key into an environment variable, and pass the variable's name as `api_key_env`."
         )
     return url.rstrip("/")
 
 
 def shown(url: str) -> str:
-    """A URL as errors show it: without user-info, query and fragment."""
+    """Return a URL as errors show it: without user, query and fragment."""
     head, _, rest = url.partition("://")
     if not rest:
         return url.partition("?")[0].partition("#")[0].rpartition("@")[2]

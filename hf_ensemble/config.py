@@ -189,8 +189,8 @@ def _checked_ray_options(given: Any) -> dict[str, Any]:
         )
     if unknown := sorted(map(str, set(given).difference(_RAY_OPTIONS))):
         raise ConfigurationError(
-            f"a member's `ray` has no option {unknown[0]!r}. Options: {', '.join(_RAY_OPTIONS)}. What belongs to all actors, "
-            "such as `runtime_env`, goes to `ray.init(...)`, which you call before."
+            f"a member's `ray` has no option {unknown[0]!r}. Options: {', '.join(_RAY_OPTIONS)}. Pass options for all "
+            "actors, such as `runtime_env`, to `ray.init(...)`, and call it first."
         )
     amounts = {name: given[name] for name in _RAY_AMOUNTS if given.get(name) is not None}
     resources = {} if given.get("resources") is None else given["resources"]
@@ -238,12 +238,12 @@ def _check_served_options(item: MemberConfig) -> None:
     """Refuse options that do not go together, of a member that is loaded or served."""
     given = [name for name in (_SERVED if item.url is None else _LOADED) if getattr(item, name) is not None]
     if item.url is None and given:
-        raise ConfigurationError(f"a member's `{given[0]}` belongs to a server: give its `url` too.")
+        raise ConfigurationError(f"a member's `{given[0]}` is only for members behind a server: give its `url` too.")
     if item.url is None:
         return
     if given:
         raise ConfigurationError(
-            f"a member is either served or loaded: it has the `url` {item.url!r} and also `{given[0]}`. Leave out one."
+            f"a member is either served or loaded: it has the `url` {item.url!r} and also `{given[0]}`. Leave one out."
         )
     if not item.model:
         raise ConfigurationError(
@@ -251,8 +251,8 @@ def _check_served_options(item: MemberConfig) -> None:
         )
     if item.api_key_env is not None and not item.api_key_env.isidentifier():
         raise ConfigurationError(
-            "a member's `api_key_env` has to be the name of an environment variable, such as 'SERVER_KEY', but is no name. It "
-            "is not shown here: it may be the key itself."
+            "a member's `api_key_env` has to be the name of an environment variable, such as 'SERVER_KEY', but is not "
+            "a name. Its value is not shown here, because it may be the key itself."
         )
     if item.timeout is not None and not (is_number(item.timeout) and item.timeout > 0):
         raise ConfigurationError(
@@ -293,8 +293,8 @@ def check_on_hub(item: MemberConfig, name: str, remedy: str) -> None:
         if is_local(path):
             what = "member" if key == "path" else f"the {key} of member"
             raise ConfigurationError(
-                f"{what} {name!r} lies in a folder of this machine, so others could not load what is pushed. {remedy}, or "
-                "load the member by its Hub id."
+                f"{what} {name!r} is in a folder of this machine, so others could not load what is pushed. {remedy}, "
+                "or load the member by its Hub id."
             )
 
 

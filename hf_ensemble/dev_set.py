@@ -68,7 +68,7 @@ class DevSet:
                 number = math.nan
             if not math.isfinite(number):
                 raise ConfigurationError(
-                    f"the metric has to give a finite number, but gave {value!r:.200} for example {n} (response "
+                    f"the metric has to return a finite number, but returned {value!r:.200} for example {n} (response "
                     f"{response!r:.200})."
                 )
             values.append(number)
@@ -86,7 +86,7 @@ def read_prompt(prompt: Any, place: int) -> str:
         ConfigurationError: If it is no text, or empty.
     """
     if not isinstance(prompt, str) or not prompt:
-        raise ConfigurationError(f"prompt {place} has to be a text that is not empty, but is {prompt!r:.200}.")
+        raise ConfigurationError(f"prompt {place} has to be a non-empty text, but is {prompt!r:.200}.")
     return prompt
 
 
@@ -154,8 +154,8 @@ def mean_lengths_of(responses: Sequence[Sequence[str]] | None, count: int, each:
         raise ConfigurationError(f"`responses` must have a list of texts for each {each}.")
     if len(responses) != count or not all(map(len, responses)):
         raise ConfigurationError(
-            f"`responses` must have one list that is not empty per {each}: got {[*map(len, responses)]} responses for "
-            f"{count} {each}s."
+            f"`responses` must have one non-empty list per {each}: got {[*map(len, responses)]} responses for {count} "
+            f"{each}s."
         )
     return [sum(len(text.strip()) for text in texts) / len(texts) for texts in responses]
 
@@ -188,7 +188,7 @@ def run_batches(
         output = ensemble.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **options)
         if not isinstance(output, Tensor) or len(output) != len(rows):
             raise ConfigurationError(
-                "the options of `generate` have to give one text a prompt: leave out `num_return_sequences` and "
+                "the options of `generate` have to give one text per prompt: leave out `num_return_sequences` and "
                 "`return_dict_in_generate`."
             )
         yield tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
@@ -237,7 +237,7 @@ def run_members(ensemble: Any, prompts: Sequence[str], **options: Any) -> list[l
         ConfigurationError: If `max_new_tokens` is missing, or an option names ids of one tokenizer.
     """
     if options.get("max_new_tokens") is None:
-        raise ConfigurationError("`max_new_tokens` must be given to run the members.")
+        raise ConfigurationError("give `max_new_tokens` to run the members.")
     refuse_ids_of_one(options)
     count = len(ensemble.members)
     with logging.tqdm(total=count * len(prompts), desc="running members", unit="prompt") as bar:
@@ -252,6 +252,6 @@ def refuse_ids_of_one(options: Mapping[str, Any]) -> None:
     """
     if "eos_token_id" in options:
         raise ConfigurationError(
-            "`eos_token_id` cannot be used here: the ids of one tokenizer mean something else in another. Use "
-            "`stop_strings`, or add the ids to a member with `MemberConfig(eos_token_id=...)`."
+            "`eos_token_id` cannot be used here, because each tokenizer has its own ids. Use `stop_strings`, or add "
+            "the ids to a member with `MemberConfig(eos_token_id=...)`."
         )

@@ -20,7 +20,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     # A link stays a link.
     target = Path(path).resolve()
     if not os.fspath(path) or target.is_dir():
-        raise ConfigurationError(f"{path!r} is no name of a file to write to.")
+        raise ConfigurationError(f"{path!r} is not the name of a file that can be written.")
     if target.exists() and not target.is_file():
         # A device or a pipe cannot be replaced.
         yield target
@@ -44,7 +44,7 @@ def check_ending(path: Path, endings: Sequence[str]) -> str:
         ConfigurationError: If it is none of these, or the folder does not exist.
     """
     if path.suffix not in endings:
-        raise ConfigurationError(f"the file has to end in {', '.join(endings)}, but is {path.name!r}.")
+        raise ConfigurationError(f"the file name has to end in {', '.join(endings)}, but is {path.name!r}.")
     check_place(path)
     return path.suffix
 
@@ -86,5 +86,5 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[Any]:
             try:
                 values.append(json.loads(line))
             except ValueError as error:
-                raise ConfigurationError(f"line {n} of {path} is no JSON: {error}.") from error
+                raise ConfigurationError(f"line {n} of {path} is not JSON: {error}.") from error
     return values

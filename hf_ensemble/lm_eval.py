@@ -24,6 +24,7 @@ from .config import METHODS, MethodConfig, method_config
 from .errors import ConfigurationError
 from .members.state import padded_left
 from .model import EnsembleForCausalLM
+from .optional_packages import install
 from .scoring.pairs import encode_text
 
 try:
@@ -32,10 +33,7 @@ try:
     from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text, resolve_max_length
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ImportError(
-        "hf_ensemble.lm_eval needs lm-evaluation-harness: "
-        '`pip install "hf_ensemble[lm-eval]"` or `pip install "lm-eval>=0.4.13"`.'
-    ) from error
+    raise ImportError(f"hf_ensemble.lm_eval needs lm-evaluation-harness: {install('lm-eval')}.") from error
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +88,9 @@ class EnsembleLM(TemplateLM):
             raise ConfigurationError(f"give one of `members`, `pretrained` and `ensemble`: got {given or 'none'}.")
         if not str(batch_size).isdecimal() or int(batch_size) < 1 or max_batch_size is not None:
             raise ConfigurationError(
-                f"`batch_size` has to be a positive integer, but is {batch_size!r}"
-                f"{' with a `max_batch_size`' if max_batch_size is not None else ''}: it is not found automatically."
+                "`batch_size` has to be a positive integer, but is "
+                f"{batch_size!r}{' with a `max_batch_size`' if max_batch_size is not None else ''}. It cannot be "
+                "found automatically."
             )
         names = {option.name for option in dataclasses.fields(METHODS[method])} if method in METHODS else set()
         method_options = {name: options.pop(name) for name in names & set(options)}
@@ -111,7 +110,7 @@ class EnsembleLM(TemplateLM):
             config, shares = None, None
         elif options:
             raise ConfigurationError(
-                f"`{next(iter(options))}` cannot be used with an ensemble that is loaded already."
+                f"`{next(iter(options))}` cannot be used with an ensemble that is already loaded."
             )
         self.ensemble = ensemble
         self.tokenizer = ensemble.tokenizer
@@ -247,8 +246,9 @@ class EnsembleLM(TemplateLM):
         if num_impossible := sum(log_prob == -float("inf") for log_prob, _ in found):
             method = self.get_model_info()["method"]["name"]
             logger.warning(
-                f"{num_impossible} of {len(found)} continuations have probability 0, since they hold a token that method "
-                f"{method!r} gives none: it mixes only the members' best. Use another for likelihoods, or a larger `top_k`."
+                f"{num_impossible} of {len(found)} continuations have probability 0, because method {method!r}, which "
+                "mixes only the members' best entries, gives one of their tokens none. To compute likelihoods, use "
+                "another method or a larger `top_k`."
             )
         return found
 
@@ -292,7 +292,8 @@ class EnsembleLM(TemplateLM):
         room = self.max_length - num_new
         if room < 1:
             raise ConfigurationError(
-                f"{num_new} new ids leave no room for a prompt, since `max_length` is {self.max_length}. Ask for fewer."
+                f"{num_new} new ids leave no room for a prompt, because `max_length` is {self.max_length}. Ask for "
+                "fewer."
             )
         ids, mask = padded_left([prompt[-room:] or [self.prefix_token_id] for _, prompt in rows])
         pad_id = self.eot_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
@@ -359,7 +360,7 @@ def _split_arguments(text: str) -> list[tuple[str, str]]:
     parts = [part for part in re.split(r",(?=[^,=]*=)", re.sub(",+", ",", text).strip(",")) if part]
     if parts and "=" not in parts[0]:
         first = parts[0].partition(",")[0]
-        raise ConfigurationError(f"model arguments are written `name=value,…`, but begin with {first!r}.")
+        raise ConfigurationError(f"model arguments have the form `name=value,…`, but begin with {first!r}.")
     return [(name.strip(), value) for name, _, value in (part.partition("=") for part in parts)]
 
 

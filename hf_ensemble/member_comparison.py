@@ -123,14 +123,14 @@ def compare_members(
     union: UnionVocabulary = ensemble.union_vocabulary
     if prompts is not None:
         if responses is not None:
-            raise ConfigurationError("give `responses`, or `prompts` to make them from, not both.")
+            raise ConfigurationError("give `responses`, or `prompts` to write them, but not both.")
         if isinstance(prompts, str) or not prompts:
             raise ConfigurationError(f"`prompts` has to be a list of at least one text, but is {prompts!r:.200}.")
         prompts = [read_prompt(prompt, n) for n, prompt in enumerate(prompts)]
         options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **options}
         responses = run_members(ensemble, prompts, **options)
     elif max_new_tokens is not None or options:
-        raise ConfigurationError("options of `generate` have no use without `prompts`.")
+        raise ConfigurationError("options of `generate` have no effect without `prompts`.")
     lengths = mean_lengths_of(responses, len(members), "member")
     common = (islice(_words_of(member.encoder), 1000) for member in members)
     words = Counter(dict.fromkeys(chain.from_iterable(common), 1) if text is None else text.split())

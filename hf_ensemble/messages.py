@@ -41,7 +41,7 @@ def not_finite(name: str, dtype: torch.dtype, where: str) -> MemberError:
         torch.float32: "Run it alone on this text: its weights may be damaged",
         torch.bfloat16: "Load it in float32",
     }.get(dtype, "Load it in bfloat16 or float32")
-    return MemberError(f"member {name!r} gave NaN or infinite logits {where} (its dtype is {dtype}). {remedy}.")
+    return MemberError(f"member {name!r} returned NaN or infinite logits {where} (its dtype is {dtype}). {remedy}.")
 
 
 def failed_pass(name: str, error: Exception, what: str = "its forward pass") -> MemberError:
@@ -77,8 +77,8 @@ def nothing_left(method_name: str, where: str) -> MemberError:
         where: Where: "in row 0 at step 1".
     """
     return MemberError(
-        f"nothing is left to choose from {where}: of what method {method_name!r} proposes the primary can write nothing, "
-        "or its options, processors and filters removed every candidate. Loosen them, or let the members propose more "
+        f"nothing is left to choose from {where}: the primary can write nothing that method {method_name!r} proposes, "
+        "or options, processors and filters removed every candidate. Loosen them, or let the members propose more "
         "entries."
     )
 
@@ -93,8 +93,9 @@ def too_many_allowed(member_name: str, count: int, most: int, where: str) -> Mem
         where: Where: "in row 0 at step 1".
     """
     return MemberError(
-        f"the constraints leave none of what is proposed {where}, but {count} ids of member {member_name!r}, which can be "
-        f"asked for {most} at most. Let the members propose more entries, or load {member_name!r} into this process."
+        f"the constraints allow none of the proposed entries {where}, but {count} other ids of member "
+        f"{member_name!r}, which can be asked about {most} at most. Let the members propose more entries, or load "
+        f"{member_name!r} into this process."
     )
 
 
@@ -107,9 +108,9 @@ def changed_beside(member_names: Sequence[str], where: str) -> MemberError:
     """
     names = ", ".join(map(repr, member_names))
     return MemberError(
-        f"the constraints leave none of what is proposed {where}, and change the scores of what else they leave. How likely "
-        f"that is for {names} is known only after they have acted. Use processors that only ban, or load the member into "
-        "this process."
+        f"the constraints allow none of the proposed entries {where}, and change the scores of other ids. {names} can "
+        "give the probabilities of these ids only after the constraints have run. Use processors that only ban, or "
+        "load the member into this process."
     )
 
 
@@ -125,25 +126,12 @@ def no_position_left(name: str, limit: int | None, row: int, num_new: int) -> st
     return f"row {row} ends after {num_new} new ids: member {name!r} has positions for {limit} ids only."
 
 
-def not_installed(what: str, package: str, extra: str) -> ConfigurationError:
-    """The error for a package that is missing.
-
-    Args:
-        what: What needs it: "member 'a' is to run in a Ray actor".
-        package: The package, by the name under which it is installed.
-        extra: The extra of this package that brings it.
-    """
-    return ConfigurationError(
-        f'{what}, but `{package}` is not installed: `pip install "hf_ensemble[{extra}]"` or `pip install {package}`.'
-    )
-
-
 def python_tokenizer(name: str, class_name: str) -> VocabularyError:
     """Make the error for a tokenizer that is SentencePiece models and Python code around them."""
     return VocabularyError(
-        f"member {name!r} cannot be used: its tokenizer ({class_name}) is Python code around SentencePiece models, which does "
-        "not say what its ids write. Give it a tokenizer of the same ids that has a `tokenizers` backend (a tokenizer.json): "
-        "`MemberConfig(tokenizer=...)`. Or choose a model that comes with one, such as NLLB or T5."
+        f"member {name!r} cannot be used: its tokenizer ({class_name}) is Python code around SentencePiece models, "
+        "which does not say what its ids write. Pass a tokenizer with the same ids and a `tokenizers` backend (a "
+        "tokenizer.json): `MemberConfig(tokenizer=...)`. Or choose a model that has one, such as NLLB or T5."
     )
 
 
@@ -171,7 +159,7 @@ def nothing_to_start_from(name: str, what: str) -> ConfigurationError:
     """
     return ConfigurationError(
         f"{what}, and the tokenizer of the primary {name!r} has neither a BOS nor an EOS token to start from. Give a "
-        "prompt that is not empty."
+        "non-empty prompt."
     )
 
 
@@ -196,5 +184,6 @@ def id_outside(what: str, name: str, vocab_size: int) -> ConfigurationError:
         vocab_size: Number of its ids.
     """
     return ConfigurationError(
-        f"{what}, but ids of the primary {name!r} go from 0 to {vocab_size - 1}. Encode with `ensemble.tokenizer`."
+        f"{what}, but ids of the primary {name!r} go from 0 to {vocab_size - 1}. Encode text with "
+        "`ensemble.tokenizer`."
     )

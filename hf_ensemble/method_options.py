@@ -145,7 +145,7 @@ class MethodConfig:
         Raises:
             ConfigurationError: If the method decides no tokens, or cannot be built for these members.
         """
-        raise ConfigurationError(f"{type(self).__name__} is no token-level method.")
+        raise ConfigurationError(f"{type(self).__name__} is not a token-level method.")
 
 
 def check_option(name: str, value: Any, is_right: bool, rule: str) -> None:
@@ -204,7 +204,7 @@ class GatedConfig(MethodConfig):
         check_option("threshold", threshold, is_probability, "a probability from 0 to 1, or None")
         check_option("gate", gate, is_integer(gate) and gate >= 0, "the number of a member, from 0 on")
         if threshold is None and gate != 0:
-            raise ConfigurationError(f"`gate` is {gate}, but does nothing without a `threshold`.")
+            raise ConfigurationError(f"`gate` is {gate}, but has no effect without a `threshold`.")
 
     @property
     def gate_rule(self) -> tuple[int, float] | None:
@@ -240,7 +240,7 @@ def method_class(name: Any, is_saved: bool = False) -> type[MethodConfig]:
         ConfigurationError: If there is no such method.
     """
     if not isinstance(name, str) or name not in METHODS:
-        own = " A method of your own has to be in `hf_ensemble.config.METHODS` first." if is_saved else ""
+        own = " To use a method of your own, add it to `hf_ensemble.config.METHODS` first." if is_saved else ""
         raise ConfigurationError(f"unknown method {name!r}. Known methods: {', '.join(sorted(METHODS))}.{own}")
     return METHODS[name]
 
@@ -289,8 +289,8 @@ def normalize_weights(weights: Sequence[float] | None, num_members: int, as_give
         total = math.fsum(values)
     except (TypeError, ValueError, OverflowError):
         raise ConfigurationError(
-            f"`weights` must be a list of one number per member, but are {weights!r:.200}. One list for each row, or a "
-            "function, can be given to `generate` only."
+            f"`weights` must be a list of one number per member, but are {weights!r:.200}. Only `generate` takes one "
+            "list per row, or a function."
         ) from None
     if len(values) != num_members:
         raise wrong_count("weights", len(values), num_members)

@@ -58,7 +58,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
     def __init__(self, config: EnsembleConfig, members: Sequence[Member] | None = None):
         if not members:
             raise ConfigurationError(
-                "an ensemble holds loaded models, so it cannot be made from a configuration alone. Use "
+                "an ensemble holds loaded models, so it cannot be created from a configuration alone. Use "
                 "`from_pretrained([...])` or `from_members(...)`."
             )
         primary, item = members[0], config.members[0]
@@ -240,13 +240,14 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             model: Any = member.model
             if model is None:
                 raise ConfigurationError(
-                    f"member {member.name!r} is {member.kind} and cannot be moved or cast here. Load it where and as you want it."
+                    f"member {member.name!r} is {member.kind} and cannot be moved or cast here. Choose its device and "
+                    "dtype when you load it."
                 )
             is_spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
             if is_spread or getattr(model, "is_quantized", False):
                 raise ConfigurationError(
-                    f"member {member.name!r} is {'spread over devices' if is_spread else 'quantised'} and cannot be moved "
-                    "or cast. Load it with the `device_map` and `dtype` that you want."
+                    f"member {member.name!r} is {'spread over devices' if is_spread else 'quantised'} and cannot be "
+                    "moved or cast. Load it with the `device_map` and `dtype` you want."
                 )
         return super()._apply(fn, recurse)
 

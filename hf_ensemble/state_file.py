@@ -33,7 +33,7 @@ class StateFile:
         self.work = work
         if self.path.is_dir() or not self.path.parent.is_dir():
             raise ConfigurationError(
-                f"`state_file` {self.path} cannot be written: it is a folder, or lies in none that exists."
+                f"`state_file` {self.path} cannot be written: it is a folder, or its folder does not exist."
             )
         self.key = {}
         for name, part in settings.items():
@@ -41,8 +41,8 @@ class StateFile:
                 self.key[name] = hash_of(part)
             except TypeError as error:
                 raise ConfigurationError(
-                    f"the {name} of this {work} cannot be written down, so that a state file could not be told from "
-                    f"another {work}'s: {error}. Leave out `state_file`, or give values that JSON has."
+                    f"the {name} of this {work} cannot be written as JSON, so a state file could not be told apart "
+                    f"from that of another {work}: {error}. Leave out `state_file`, or use values that JSON supports."
                 ) from error
 
     def read(self, parse: Callable[[dict[str, Any]], _Part]) -> list[_Part]:
@@ -59,7 +59,7 @@ class StateFile:
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         article = "an" if self.work[0] in "aeiou" else "a"
-        foreign = f"`state_file` {self.path} is no file of {article} {self.work}"
+        foreign = f"`state_file` {self.path} is not a file of {article} {self.work}"
         parts: list[_Part] = []
         for n, line in enumerate(whole.splitlines(), start=1):
             try:
@@ -74,8 +74,8 @@ class StateFile:
             if key != self.key:
                 differing = [name for name in self.key if key.get(name) != self.key[name]]
                 raise ConfigurationError(
-                    f"`state_file` {self.path} is of another {self.work}: other {', '.join(differing)}. Name another "
-                    "file, or delete this one."
+                    f"`state_file` {self.path} belongs to another {self.work}, with other {', '.join(differing)}. "
+                    "Name another file, or delete this one."
                 )
         if len(whole) < len(data):
             if not whole and not data.startswith(b'{"%s":' % self.work.encode()):

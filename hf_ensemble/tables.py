@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .errors import ConfigurationError
+from .optional_packages import not_installed
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -29,9 +29,7 @@ def data_frame(asked: str, lines: Iterable[Sequence[Any]], columns: Sequence[str
     try:
         import pandas
     except ImportError as error:
-        raise ConfigurationError(
-            f"`{asked}` needs pandas, which is not installed. Install `hf_ensemble[decisions]`, or pandas."
-        ) from error
+        raise not_installed(f"`{asked}` makes a data frame", "pandas") from error
     return pandas.DataFrame(list(lines), columns=list(columns)).astype(dict(types))
 
 

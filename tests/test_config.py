@@ -64,5 +64,5 @@ def test_a_gate_is_checked_and_read_alike_in_every_method_that_has_one(config):
 def test_options_say_what_their_method_decides(config):
     assert config.decides == ("spans" if config.name == "sweetspan" else "tokens")
     if config.decides == "spans":
-        with pytest.raises(ConfigurationError, match="no token-level method"):
+        with pytest.raises(ConfigurationError, match="not a token-level method"):
             config.build([], None, [], None)

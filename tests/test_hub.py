@@ -118,9 +118,9 @@ def test_a_loaded_model_is_pinned_too(server, tmp_path):
 
 def test_a_local_member_cannot_be_pushed_by_reference(server, pair):
     ensemble = EnsembleForCausalLM.from_pretrained([pair[0], "org/right"])
-    with pytest.raises(ConfigurationError, match="'left' lies in a folder of this machine.*include_members"):
+    with pytest.raises(ConfigurationError, match="'left' is in a folder of this machine.*include_members"):
         ensemble.push_to_hub("ann/duo", token=TOKEN)
-    with pytest.raises(ConfigurationError, match="'left' lies in a folder of this machine.*Push the ensemble itself"):
+    with pytest.raises(ConfigurationError, match="'left' is in a folder of this machine.*Push the ensemble itself"):
         ensemble.config.push_to_hub("ann/duo", token=TOKEN)
     assert "ann/duo" not in server.repositories
 
@@ -268,7 +268,7 @@ def test_a_bundled_adapter_is_read_from_the_same_commit(server, adapted, tmp_pat
 
 def test_a_local_adapter_cannot_be_pushed_by_reference(server, adapted, tmp_path):
     ensemble = EnsembleForCausalLM.from_pretrained([MemberConfig(path="org/left", adapter=tmp_path / "tuned")])
-    with pytest.raises(ConfigurationError, match="the adapter of member 'left' lies in a folder of this machine"):
+    with pytest.raises(ConfigurationError, match="the adapter of member 'left' is in a folder of this machine"):
         ensemble.push_to_hub("ann/duo", token=TOKEN)
     private = server.repositories["org/tuned"]
     private.private = True

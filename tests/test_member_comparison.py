@@ -118,15 +118,15 @@ def test_the_report_is_an_aligned_table_and_a_dictionary(ensemble):
     ("options", "message"),
     [
         ({"text": " \n"}, "`text` has no words"),
-        ({"responses": [["a"]]}, "one list that is not empty per member"),
-        ({"responses": [["a"], []]}, "one list that is not empty per member"),
+        ({"responses": [["a"]]}, "one non-empty list per member"),
+        ({"responses": [["a"], []]}, "one non-empty list per member"),
         ({"responses": [["a"], ["b"]], "prompts": ["a"]}, "not both"),
         ({"prompts": []}, "`prompts` has to be a list of at least one text"),
         ({"prompts": "The cat"}, "`prompts` has to be a list"),
         ({"prompts": [3], "max_new_tokens": 2}, "prompt 0 has to be a text"),
-        ({"prompts": ["a"]}, "`max_new_tokens` must be given"),
-        ({"max_new_tokens": 3}, "no use without `prompts`"),
-        ({"temperature": 3.0}, "no use without `prompts`"),
+        ({"prompts": ["a"]}, "give `max_new_tokens`"),
+        ({"max_new_tokens": 3}, "no effect without `prompts`"),
+        ({"temperature": 3.0}, "no effect without `prompts`"),
     ],
 )
 def test_bad_input_is_named(ensemble, options, message):

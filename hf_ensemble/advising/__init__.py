@@ -1,4 +1,4 @@
-"""Advice for one's own members: whether an ensemble of them pays, which, and what it costs."""
+"""Advice for your own members: whether an ensemble of them pays, which one, and what it costs."""
 
 from .advice import Advice, TriedEnsemble, TriedMember
 from .run import advise

@@ -1,4 +1,4 @@
-"""What advice says: members, ensembles that were tried, and what follows from them."""
+"""The advice: the members, the ensembles that were tried, and the answer."""
 
 import dataclasses
 import math
@@ -21,16 +21,16 @@ from .page import advice_page
 
 @dataclass(frozen=True)
 class TriedMember:
-    """One member alone.
+    """The result of one member alone.
 
     Attributes:
-        index: Its place among the members as they were given.
+        index: Its position among the members in the order you gave.
         name: Its name.
         estimate: Its value with the interval.
         count: Number of examples that it ran on.
-        seconds: Seconds an example.
+        seconds: Seconds per example.
         num_bytes: Bytes of its weights.
-        reason: Why it is taken or left, as `select_members` says it.
+        reason: Why it is taken or left out, in the words of `select_members`.
     """
 
     index: int
@@ -47,15 +47,15 @@ class TriedEnsemble:
     """One ensemble that was tried.
 
     Attributes:
-        indices: Places of its members as they were given, the primary first.
+        indices: Positions of its members in the order you gave, the primary first.
         members: Their names.
         method: Its method.
-        weights: Their mixing weights, of sum 1.
+        weights: Their mixing weights, which sum to 1.
         estimate: Its value with the interval.
-        difference: The value less the best member's, over the examples that both ran on.
+        difference: Its value minus the best member's, over the examples that both ran on.
         count: Number of examples that it ran on.
-        seconds: Seconds an example.
-        num_bytes: Bytes of its members' weights, shared ones once.
+        seconds: Seconds per example.
+        num_bytes: Bytes of its members' weights; shared weights count once.
     """
 
     indices: tuple[int, ...]
@@ -75,31 +75,32 @@ class TriedEnsemble:
 
     @property
     def spelled(self) -> str:
-        """Method and weights as `hf-ensemble eval --also` takes them, the weights in the order of `members`."""
+        """Method and weights in the form of `hf-ensemble eval --also`, with the weights in the order of `members`."""
         weights = f"@{','.join(f'{weight:.3g}' for weight in self.weights)}"
         return spelled(self.method) + (weights if self.method.decides == "tokens" else "")
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Whether an ensemble pays; `str()` says it in words and tables, `write_page` with plots.
+    """Whether an ensemble pays. `str()` gives words and tables, `write_page` a page with plots.
 
     Attributes:
-        pays: True if the gain is sure; False if it is surely below what is worth it, or members answer alike, or the best
-            writes less than a tenth right; None if it is not decided.
+        pays: True if the interval of the gain is above 0. False if it is below `least_gain`, the members always answer
+            alike, or the best member gets less than a tenth right. None if it is not decided.
         reason: The answer in words.
-        gain: The value of the chosen ensemble less the best member's, on examples that it was not chosen on (of bits per
-            byte, below 0 is better); None if nothing was chosen.
-        chosen: The first of the ensembles within a standard error of the best, whether it pays or not; None if none could
-            be compared.
+        gain: The value of the chosen ensemble minus the best member's, on examples that had no part in the choice (for
+            bits per byte, below 0 is better). None if nothing was chosen.
+        chosen: The first ensemble within a standard error of the best, whether it pays or not. None if no ensemble
+            could be compared.
         members: The members, the best first.
         ensembles: The ensembles, the best first.
         set_name: Name of the set.
         measure: What was measured.
         num_examples: Number of examples in the set.
-        differing: Share of the examples on which the chosen ensemble's members (without one, the best two) differ.
-        either: Value of whoever picked the better of these members' answers every time.
-        shared: How much of their vocabularies and words the members share, in words.
+        differing: Share of the examples on which the members of the chosen ensemble differ; if none was chosen, the
+            best two members.
+        either: Value of always picking the better of these members' answers.
+        shared: A sentence about how much of their vocabularies and words the members share.
     """
 
     pays: bool | None
@@ -116,24 +117,27 @@ class Advice:
     shared: str
 
     def build(self, ensemble: EnsembleForCausalLM) -> EnsembleForCausalLM:
-        """Make the chosen ensemble.
+        """Build the chosen ensemble.
 
         Args:
-            ensemble: That of all members, which the advice is about; not changed, and its models are shared.
+            ensemble: The ensemble of all members that the advice is about. It is not changed, and the new ensemble
+                shares its models.
 
         Raises:
-            ConfigurationError: If no ensemble was tried, or it is an ensemble of other members.
+            ConfigurationError: If no ensemble was tried, or `ensemble` has other members.
         """
         if self.chosen is None:
-            raise ConfigurationError(f"there is no ensemble to make: {self.reason}")
+            raise ConfigurationError(f"there is no ensemble to build: {self.reason}")
         names = [view.name for view in ensemble.member_views]
         known = {member.index: member.name for member in self.members}
         if names != [known[index] for index in sorted(known)]:
-            raise ConfigurationError(f"the advice is about {list(known.values())}, but the ensemble is of {names}.")
+            raise ConfigurationError(
+                f"this advice is about the members {list(known.values())}, but the ensemble has {names}."
+            )
         return ensemble_of(ensemble, self.chosen.indices, self.chosen.method, list(self.chosen.weights))
 
     def __str__(self) -> str:
-        """The answer, and what it rests on."""
+        """The answer, and the tables behind it."""
         parts = [f"Does it pay? {self.reason}", aligned(self.member_rows())]
         if self.ensembles:
             parts.append(aligned(self.ensemble_rows()))
@@ -164,11 +168,11 @@ class Advice:
         return rows
 
     def remarks(self) -> list[str]:
-        """What the tables do not say, a sentence each."""
+        """Sentences about what the tables do not show."""
         value, _ = written(self.measure, Estimate(self.either, math.nan, math.nan))
         who = " and ".join(self.chosen.members if self.chosen else [member.name for member in self.members[:2]])
         found = [
-            f"{who} differ on {100 * self.differing:.0f} % of the examples; whoever picked the better answer every time "
+            f"{who} answer {100 * self.differing:.0f} % of the examples differently; always picking the better answer "
             f"would reach {value}.",
             self.shared,
         ]
@@ -181,7 +185,7 @@ class Advice:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values; a number that is not finite is None."""
+        """Return everything as JSON values; a number that is not finite becomes None."""
         values: dict[str, Any] = dataclasses.asdict(self)
         tried = zip([*values["ensembles"], values["chosen"]], [*self.ensembles, self.chosen], strict=True)
         for own, one in tried:
@@ -190,13 +194,13 @@ class Advice:
         return {name: _plain(value) for name, value in values.items()}
 
     def write_page(self, path: str | PathLike[str]) -> None:
-        """Write a page that needs no network: the answer, the tables, and plots of values and of what they cost.
+        """Write a page that needs no network, with the answer, the tables, and plots of values and costs.
 
         Args:
-            path: The file, which ends in `.html`.
+            path: The file; its name has to end in `.html`.
 
         Raises:
-            ConfigurationError: If it ends otherwise, or lies in no folder.
+            ConfigurationError: If the name ends differently, or its folder does not exist.
         """
         check_ending(Path(path), (".html",))
         with whole_file(path) as unfinished:

@@ -1,4 +1,4 @@
-"""The page that shows advice: the answer, what it rests on, and two plots."""
+"""The page that shows the advice: the answer, the tables behind it, and two plots."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from .advice import Advice, TriedEnsemble, TriedMember
 
 _WIDTH, _LEFT, _LINE = 760, 300, 24
-"""Of a plot, of its labels, and the height of a line, in pixels."""
+"""Width of a plot and of its labels, and the height of a line, in pixels."""
 
 
 class _Mark(NamedTuple):
-    """One system in a plot: value, interval, seconds an example, and whether it is a member alone."""
+    """One system in a plot: value, interval, seconds per example, and whether it is a single member."""
 
     label: str
     value: float
@@ -26,7 +26,7 @@ class _Mark(NamedTuple):
 
 
 def advice_page(advice: "Advice") -> str:
-    """Make one page that needs no network and runs no script.
+    """Return a page that needs no network and runs no script.
 
     Args:
         advice: The advice.
@@ -77,7 +77,7 @@ class _Scale(NamedTuple):
 
 
 def _across(scale: _Scale, bottom: float, unit: str) -> str:
-    """Lines for round values, which stand below them, and the unit."""
+    """Grid lines with their values below, and the unit."""
     lines = [
         f'<line class="grid" x1="{scale(x):.1f}" x2="{scale(x):.1f}" y1="8" y2="{bottom}"/>'
         f'<text x="{scale(x):.1f}" y="{bottom + 16}" text-anchor="middle">{x:.4g}</text>'
@@ -114,7 +114,7 @@ def _intervals(marks: Sequence[_Mark], unit: str) -> str:
 
 
 def _costs(marks: Sequence[_Mark], unit: str) -> str:
-    """Each system's value above its seconds an example."""
+    """Each system's value by its seconds per example."""
     shown = [mark for mark in marks if math.isfinite(mark.value)]
     across = _scale([mark.seconds for mark in shown], 70, _WIDTH - 220)
     up = _scale([mark.value for mark in shown], 250, 12)
@@ -131,4 +131,4 @@ def _costs(marks: Sequence[_Mark], unit: str) -> str:
             f'<circle class="{kind}" cx="{across(mark.seconds):.1f}" cy="{up(mark.value):.1f}" r="5">'
             f"<title>{escaped(mark.label)}: {mark.value:.4g}, {mark.seconds:.3g} s</title></circle>"
         )
-    return _svg(300, "value against seconds an example", "".join(inner))
+    return _svg(300, "value by seconds per example", "".join(inner))

@@ -1,4 +1,4 @@
-"""Whether an ensemble of given members pays: what is tried, and what follows from it."""
+"""Whether an ensemble of given members pays: which ensembles are tried, and the verdict."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ _MEASURE_OF = {"questions": "exact match", "choices": "accuracy", "texts": "bits
 LEAST_EXAMPLES = 20
 
 _LEAST_LEVEL = 0.1
-"""Below this share of right answers something else than an ensemble is missing."""
+"""Below this share of right answers, an ensemble is not what is missing."""
 
 FIRST_METHODS = (
     *(GacConfig(), UniteConfig(), SweetSpanConfig(span_length=1), SweetSpanConfig()),
@@ -37,10 +37,10 @@ FIRST_METHODS = (
 )
 
 _MEMBERS_SHARE, _EQUAL_SHARE = 0.4, 0.65
-"""Of the time that is left: for members alone, then for equal weights; the rest is for other weights."""
+"""Shares of the time that is left: for single members, then for equal weights. The rest is for other weights."""
 
 _SHARES_OF_THE_BEST = (0.6, 0.4, 0.75)
-"""Weights of the best member that are tried, the others sharing the rest."""
+"""Weights to try for the best member; the others share the rest."""
 
 
 def advise(
@@ -55,36 +55,38 @@ def advise(
     batch_size: int = 8,
     state_folder: str | PathLike[str] | None = None,
 ) -> Advice:
-    """Say whether an ensemble of these members pays: try it on examples like those that it is for.
+    """Find out whether an ensemble of these members pays, by trying it on examples of your task.
 
-    1. Every member runs alone (`evaluate`), which tells the best, those close to it (`select_members`) and where they differ.
-    2. The methods run with equal weights: on the best two that differ, and on all that come near if these are more. A vote and
-       minimum Bayes risk take three.
-    3. Weights are tried for the best of the methods that take some: by the members' values (`weights_from_scores`), and
-       more or less for the best member.
+    1. Every member runs alone (`evaluate`), which shows the best member, those close to it (`select_members`) and
+       where they differ.
+    2. The methods run with equal weights: on the best two members that differ, and on all members that come near, if
+       there are more. A vote and minimum Bayes risk need three.
+    3. Other weights run for the best method that has weights: by the members' values (`weights_from_scores`), and more
+       or less for the best member.
 
-    The first of the ensembles that are within a standard error of the best is chosen. It pays if the interval of its gain
-    over the best member (95 %) is above 0, on examples that it was not chosen on. It does not pay if the interval is below
-    `least_gain`, or else if the best member writes less than a tenth of the answers right. Otherwise it is not decided.
-    Intervals count examples as independent of each other.
+    The choice is the first ensemble within a standard error of the best. It pays if the 95 % interval of its gain over
+    the best member, on examples that had no part in the choice, is above 0. It does not pay if the interval is below
+    `least_gain`, or if the best member answers less than a tenth correctly. Otherwise it is not decided. Intervals
+    treat examples as independent of each other.
 
     Args:
-        ensemble: All members; not changed.
-        data: The development set, or what `read_set` reads: some hundred examples, at least 20.
-        measure: What counts: `"exact match"` or `"F1"` of questions, `"accuracy"` or `"normalized accuracy"` of choices,
-            or `"bits per byte"`. Default: exact match, accuracy, or bits per byte of texts.
-        methods: The methods to try. DeePEn is not among the first: where it was measured it took the most time and gained
-            nothing.
-        least_gain: The gain from which on an ensemble is worth what it costs: 0.01 is one point, or 1 % of the best member's
-            bits per byte.
-        minutes: About the most time, loading aside. What does not end in time runs on fewer examples, drawn at random.
+        ensemble: An ensemble of all members. It is not changed.
+        data: The development set, or anything that `read_set` reads: a few hundred examples, at least 20.
+        measure: The measure that counts: `"exact match"` or `"F1"` of questions, `"accuracy"` or `"normalized
+            accuracy"` of choices, or `"bits per byte"`. Default: exact match, accuracy, or bits per byte of texts.
+        methods: The methods to try. The default leaves out DeePEn, which took the most time and gained nothing where
+            it was measured.
+        least_gain: The smallest gain that is worth the cost of an ensemble: 0.01 is one point, or 1 % of the best
+            member's bits per byte.
+        minutes: Approximate time limit, not counting loading. If time runs out, the rest runs on fewer examples, drawn
+            at random.
         max_new_tokens: Most ids of a written answer.
         batch_size: Number of texts that run together.
-        state_folder: Where everything that is finished is kept, so that the same call goes on; made if it is not there.
+        state_folder: Folder for finished work, so that the same call can continue; created if it does not exist.
 
     Raises:
-        ConfigurationError: Before anything runs, if an argument is no good; later, if the time is too short.
-        MemberError: If a member fails; what was finished is kept.
+        ConfigurationError: If an argument is invalid, before anything runs; if the time is too short, later.
+        MemberError: If a member fails; finished work is kept.
     """
     if not (is_number(minutes) and 0 < minutes < 1e6):
         raise ConfigurationError(f"`minutes` has to be a positive number, but is {minutes!r}.")
@@ -92,19 +94,19 @@ def advise(
         raise ConfigurationError(f"`least_gain` has to be a number from 0 to 1, but is {least_gain!r}.")
     stop_at = time.monotonic() + 60 * minutes
     questions = data if isinstance(data, EvaluationSet) else read_set(data)
-    # Copies would be on both sides of a split.
+    # Duplicates would land on both sides of a split.
     questions = dataclasses.replace(questions, items=tuple(dict.fromkeys(questions.items)))
     measure = _MEASURE_OF[questions.kind] if measure is None else measure
     if measure not in DEFAULT_MEASURES or not measure_of(measure).is_for(questions):
         fitting = [name for name in DEFAULT_MEASURES if measure_of(name).is_for(questions)]
         raise ConfigurationError(
-            f"`measure` has to be one of {', '.join(fitting)} for {questions.name!r}, a set of {questions.kind}, but is "
-            f"{measure!r}. Where nothing is worth something by itself, as in BLEU, nothing can be told apart."
+            f"`measure` has to be one of {', '.join(fitting)} for {questions.name!r}, a set of {questions.kind}, but "
+            f"is {measure!r}. A measure of the whole set, such as BLEU, cannot be compared example by example."
         )
     _check(ensemble, questions)
     configs = _read_methods(methods, len(ensemble.members), questions)
     if measure_of(measure).work == "score":
-        # Of methods by which texts are equally likely whatever the options, one is enough.
+        # One is enough of methods that give texts the same likelihoods whatever their options.
         configs = [method for method in configs if method.decides != "answers"]
         configs = list({type(m) if m.likelihoods_ignore_options else spelled(m): m for m in configs}.values())
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
@@ -112,9 +114,9 @@ def advise(
     trial.run_members(_MEMBERS_SHARE * (stop_at - time.monotonic()))
     if len(trial.places) < LEAST_EXAMPLES:
         raise ConfigurationError(
-            f"in the members' share of {minutes:g} minutes all of them ran on {len(trial.places)} of {len(questions.items)} "
-            f"examples only, and {LEAST_EXAMPLES} are needed: give more minutes, or fewer members. On a CPU that others use "
-            "too, set OMP_WAIT_POLICY=passive first."
+            f"in the members' share of {minutes:g} minutes, only {len(trial.places)} of {len(questions.items)} "
+            f"examples ran on all of them, but {LEAST_EXAMPLES} are needed: give more minutes, or fewer members. If "
+            "other programs use this CPU, set OMP_WAIT_POLICY=passive first."
         )
     nearness = _nearness(trial)
     groups = _groups(trial, nearness)
@@ -126,8 +128,8 @@ def advise(
     ]
     if groups and not plans:
         raise ConfigurationError(
-            "none of `methods` can do anything with the members that are tried: a gate is none of them, or a vote takes more, or "
-            "they have no likelihoods to be measured. Give other methods."
+            "none of `methods` works with the members that are tried: its gate is not among them, a vote needs more "
+            "members, or it has no likelihoods to measure. Give other methods."
         )
     trial.run_ensembles(plans, _EQUAL_SHARE * (stop_at - time.monotonic()))
     trial.run_ensembles(_weighed(trial), stop_at - time.monotonic())
@@ -143,19 +145,22 @@ def _read_methods(
     for own in configs:
         own.check_members(num_members)
         if own.draws_one:
-            raise ConfigurationError(f"method {spelled(own)!r} draws tokens, but answers are written greedily here.")
+            raise ConfigurationError(
+                f"method {spelled(own)!r} samples tokens, but `advise` writes answers greedily. Leave it out of "
+                "`methods`."
+            )
     return configs
 
 
 def _reading(method: MethodConfig, questions: EvaluationSet) -> MethodConfig:
-    """A method that looks for answers where those of the set are looked for: of a number, the last one."""
+    """The method, reading answers as the set does: if answers are numbers, the last number."""
     if isinstance(method, VoteConfig) and method.extract is None and questions.marking == "number":
         return dataclasses.replace(method, extract=NUMBER)
     return method
 
 
 def _within(method: MethodConfig, group: Sequence[int]) -> MethodConfig | None:
-    """A method for members in another order, or for some of them; None if its gate is none of them."""
+    """A method for members in another order, or for some of them; None if its gate is not among them."""
     if method.gate_rule is None:
         return method
     gate = method.gate_rule[0]
@@ -166,28 +171,28 @@ def _within(method: MethodConfig, group: Sequence[int]) -> MethodConfig | None:
 def _check(ensemble: Any, questions: EvaluationSet) -> None:
     if not isinstance(ensemble, EnsembleForCausalLM):
         raise ConfigurationError(
-            f"`ensemble` has to be an ensemble of all members, as `EnsembleForCausalLM.from_pretrained` makes it, but is "
-            f"{ensemble!r:.200}."
+            "`ensemble` has to be an ensemble of all members, as `EnsembleForCausalLM.from_pretrained` returns it, "
+            f"but is {ensemble!r:.200}."
         )
     names = [view.name for view in ensemble.member_views]
     if len(set(names)) < max(2, len(names)):
         raise ConfigurationError(
-            f"advice needs two members or more, with different names, but got {', '.join(map(repr, names))}. Give others, "
-            "or other names with `MemberConfig(name=...)`."
+            f"`advise` needs two or more members with different names, but got {', '.join(map(repr, names))}. Give "
+            "other members, or other names with `MemberConfig(name=...)`."
         )
     if len(questions.items) < LEAST_EXAMPLES:
         raise ConfigurationError(
-            f"{questions.name!r} has {len(questions.items)} examples, which tell nothing apart: give at least "
-            f"{LEAST_EXAMPLES}, better some hundred."
+            f"{questions.name!r} has {len(questions.items)} examples, too few to compare anything: give at least "
+            f"{LEAST_EXAMPLES}, better a few hundred."
         )
 
 
 def _nearness(trial: Trial) -> dict[int, tuple[bool, str]]:
-    """For each member whether it comes near the best, and in what words."""
+    """For each member, whether it comes near the best, and why."""
     values = [ran.estimate.value for ran in trial.members]
     best = trial.order[0]
     if trial.sign < 0 or values[best] <= 0.01:
-        # No points, or not more than one of them between any two.
+        # Not points, or no two differ by more than one point.
         factor, unit = (1, "bits more") if trial.sign < 0 else (100, "points less")
         gaps = [factor * abs(value - values[best]) for value in values]
         said = [f"{gap:.3g} {unit} than {trial.names[best]}" if gap else "the best" for gap in gaps]
@@ -207,7 +212,7 @@ def _groups(trial: Trial, nearness: Mapping[int, tuple[bool, str]]) -> list[tupl
 def _compared(trial: Trial) -> list[Plan]:
     """The ensembles that can be compared, in the order in which they were tried.
 
-    They ran on enough examples, and give all of them some probability, which methods that truncate may not.
+    They ran on enough examples, and give each a probability above 0, which truncating methods may not.
     """
     most = max((len(ran.values) for ran in trial.ensembles.values()), default=0)
     enough = {plan: ran for plan, ran in trial.ensembles.items() if 2 * len(ran.values) > most}
@@ -215,7 +220,7 @@ def _compared(trial: Trial) -> list[Plan]:
 
 
 def _weighed(trial: Trial) -> list[Plan]:
-    """Weights to try, for the best of the ensembles whose members have some."""
+    """Weights to try, for the best ensemble whose method has weights."""
     plans = [plan for plan in _compared(trial) if plan.method.decides == "tokens"]
     if not plans:
         return []
@@ -231,9 +236,12 @@ def _conclude(trial: Trial, nearness: Mapping[int, tuple[bool, str]], least_gain
     plans = _compared(trial)
     gain, chosen = None, None
     pays: bool | None = False
-    reason = f"No: {' and '.join(trial.names)} answer all alike, so that together they are one member."
+    reason = (
+        f"No: {' and '.join(trial.names)} give the same answers to everything, so together they are no better than "
+        "one of them."
+    )
     if trial.ensembles:
-        pays, reason = None, "Not decided: no ensemble gives every example some probability."
+        pays, reason = None, "Not decided: no ensemble gives every example a probability above 0."
     if plans:
         chosen = _tried(trial, trial.choose(plans))
         gain, count = trial.gain(plans)
@@ -294,9 +302,9 @@ def _verdict(
     if count < LEAST_EXAMPLES:
         return (
             None,
-            f"Not decided: there was time for {count} examples only. Give more minutes, or a larger batch size.",
+            f"Not decided: there was time for only {count} examples. Give more minutes, or a larger batch size.",
         )
-    measured = f"{value} {unit} (95 %: {interval}) on {count} examples, none of which the choice was made on"
+    measured = f"{value} {unit} (95 %: {interval}) on {count} examples that had no part in the choice"
     least, most = sorted((trial.sign * gain.low, trial.sign * gain.high))
     if least > 0:
         return True, f"Yes: {chosen.title} against {best}, the best member: {measured}."
@@ -304,17 +312,20 @@ def _verdict(
     if most < least_gain * (1 if trial.sign > 0 else level.value):
         return (
             False,
-            f"No: of what was tried nothing is worth it. {chosen.title} against {best}, the best member: {measured}.",
+            f"No: nothing that was tried is worth its cost. {chosen.title} against {best}, the best member: "
+            f"{measured}.",
         )
     if trial.responses is not None and level.value < _LEAST_LEVEL:
         right, _ = written(trial.measure, level)
         return False, (
-            f"No: the members cannot do this yet. {best}, the best member, comes to {right} %, and nothing is better for "
-            f"sure; {chosen.title} against it: {measured}. Give prompts that show how to answer, or members that can."
+            f"No: the members cannot do this task yet. {best}, the best member, reaches {right} %, and nothing is "
+            f"clearly better; {chosen.title} against it: {measured}. Give prompts that show how to answer, or members "
+            "that can do it."
         )
     text = f"Not decided: {chosen.title} against {best}, the best member: {measured}."
     if trial.sign * gain.value > 0:
         text += (
-            f" About {examples_to_decide(gain, count):,} examples would probably tell, if the gain is what it seems."
+            f" About {examples_to_decide(gain, count):,} examples would probably settle it, if the gain is as large "
+            "as it seems."
         )
     return None, text

@@ -1,4 +1,4 @@
-"""Running members alone and together on one set, and keeping what each example was worth."""
+"""Runs members alone and together on one set, and keeps the value of each example."""
 
 import time
 from collections import defaultdict
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
     """An ensemble to try.
 
     Attributes:
-        indices: Places of its members as they were given, the primary first.
+        indices: Positions of its members in the order you gave, the primary first.
         method: Its method.
         weights: Their weights.
     """
@@ -37,12 +37,12 @@ class Plan(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a member or an ensemble came to.
+    """The result of a member or an ensemble.
 
     Attributes:
         estimate: Its value.
-        seconds: Seconds an example.
-        values: What each example that ran is worth, by its place in the set: bits, or a value from 0 to 1.
+        seconds: Seconds per example.
+        values: The value of each example that ran, by its position in the set: bits, or a value from 0 to 1.
     """
 
     estimate: Estimate
@@ -51,23 +51,23 @@ class Ran(NamedTuple):
 
 
 class Trial:
-    """What has run of members and ensembles on a set.
+    """The members and ensembles that have run on a set.
 
     Args:
         ensemble: All members.
         questions: The set.
-        measure: What counts.
+        measure: The measure that counts.
         options: Options of `evaluate`.
-        state_folder: Where finished work is kept; made if it is not there.
+        state_folder: Folder for finished work; created if it does not exist.
 
     Attributes:
         names: The members' names.
-        sign: 1 where more is better, -1 where less is.
-        members: What each member alone came to.
-        order: Their places, the best first.
-        places: Places of the examples that all of them ran on.
-        responses: What each wrote to these; None where nothing is written.
-        ensembles: What each ensemble came to.
+        sign: 1 if more is better, -1 if less is better.
+        members: The result of each member alone.
+        order: Their indices, the best first.
+        places: Positions of the examples that all of them ran on.
+        responses: What each wrote for these examples; None if nothing is written.
+        ensembles: The result of each ensemble.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Trial:
         """Run every member alone.
 
         Args:
-            seconds: Most seconds.
+            seconds: Time limit in seconds.
         """
         found = self._evaluate(self.ensemble, {}, seconds, "members", members=True)
         self.members = [self._ran(found, name) for name in self.names]
@@ -103,11 +103,11 @@ class Trial:
         self._choices = [found.choices.get((self.questions.name, name)) for name in self.names]
 
     def run_ensembles(self, plans: Iterable[Plan], seconds: float) -> None:
-        """Run ensembles, those aside that ran before.
+        """Run the ensembles that have not run yet.
 
         Args:
             plans: The ensembles.
-            seconds: Most seconds, which those of the same members share with the others evenly.
+            seconds: Time limit in seconds, shared evenly between groups of the same members.
         """
         stop_at = time.monotonic() + seconds
         groups: dict[tuple[int, ...], list[Plan]] = defaultdict(list)
@@ -144,7 +144,7 @@ class Trial:
         return Ran(result.estimate, result.seconds / max(1, result.count), values)
 
     def difference(self, ran: Ran) -> Estimate:
-        """What was measured less the best member's, over the examples that both ran on."""
+        """An ensemble's value minus the best member's, over the examples that both ran on."""
         best = self.members[self.order[0]].values
         both = sorted(set(ran.values) & set(best))
         return ratio([ran.values[n] - best[n] for n in both], self._sizes[both].tolist(), -self._most, self._most)
@@ -158,7 +158,7 @@ class Trial:
         return plans[first_near_best(self._worth([self.ensembles[plan] for plan in plans], self._common(plans)))]
 
     def gain(self, plans: Sequence[Plan]) -> tuple[Estimate, int]:
-        """What choosing an ensemble brings, and on how many examples that was measured.
+        """The gain of choosing an ensemble, and the number of examples it was measured on.
 
         Args:
             plans: The ensembles, the simpler ones first; they have run.
@@ -166,19 +166,19 @@ class Trial:
         places = self._common(plans)
         table = self._worth([self.members[self.order[0]], *(self.ensembles[plan] for plan in plans)], places)
         gain = honest_gain(table[0], table[1:], self._sizes[places], self._most)
-        # Where less is better, the greatest gain is the lowest difference.
+        # If less is better, the greatest gain is the lowest difference.
         return gain if self.sign > 0 else Estimate(-gain.value, -gain.high, -gain.low), len(places)
 
     def _common(self, plans: Sequence[Plan]) -> list[int]:
-        """Places of the examples that all members and these ensembles ran on."""
+        """Positions of the examples that all members and these ensembles ran on."""
         return [n for n in self.places if all(n in self.ensembles[plan].values for plan in plans)]
 
     def _worth(self, ran: Sequence[Ran], places: Sequence[int]) -> NDArray[np.float64]:
-        """What examples are worth for several, the higher the better, of shape `(num_ran, num_places)`."""
+        """The values of examples for several systems, higher is better, of shape `(num_ran, num_places)`."""
         return np.array([[self.sign * one.values[n] for n in places] for one in ran])
 
     def differing(self, members: Sequence[int]) -> float:
-        """Share of the examples on which members give different answers, or do unequally well."""
+        """Share of the examples on which members answer differently, or score differently."""
         columns = [self._answers(member) for member in members]
         return sum(len(set(answers)) > 1 for answers in zip(*columns, strict=True)) / len(self.places)
 
@@ -189,24 +189,24 @@ class Trial:
         return [answers[n] for n in self.places]
 
     def either(self, members: Sequence[int]) -> float:
-        """The value of whoever picked the better of the members' answers every time."""
+        """The value of always picking the better of the members' answers."""
         best = [self.sign * max(self.sign * self.members[m].values[n] for m in members) for n in self.places]
         return float(np.sum(best) / self._sizes[self.places].sum())
 
     def num_bytes(self, members: Sequence[int]) -> int:
-        """Bytes of members' weights, shared ones once."""
+        """Bytes of members' weights; shared weights count once."""
         return sum(tensor.nbytes for tensor in tensors_of(self.ensemble.members[m] for m in members))
 
 
 def _made(folder: str | PathLike[str]) -> Path:
-    """A folder, made if it is not there.
+    """The folder, created if it does not exist.
 
     Raises:
-        ConfigurationError: If it cannot be made.
+        ConfigurationError: If it cannot be created.
     """
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"`state_folder` {path} cannot be made: {error}. Name another one.") from error
+        raise ConfigurationError(f"`state_folder` {path} cannot be created: {error}. Name another one.") from error
     return path

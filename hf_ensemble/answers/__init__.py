@@ -1,4 +1,4 @@
-"""Choosing among whole answers, one way a file with its options. A file that is imported here is known by its name."""
+"""Choosing among whole answers: one way per file, with its options. Importing a file here registers its name."""
 
 from .fuse import FuseConfig as FuseConfig
 from .mbr import MbrConfig as MbrConfig

@@ -12,7 +12,7 @@ _ENDS = {"eos": "end token", "text": "text", None: "not ended"}
 
 
 def answers_page(answers: "Answers", title: str) -> str:
-    """Make one page that needs no network and no script: for each prompt a table of its candidates, the best first.
+    """Return a page that needs no network and no script: a table of candidates per prompt, the best first.
 
     Args:
         answers: The candidates.
@@ -43,7 +43,7 @@ def _counted(count: int, what: str) -> str:
 def _section(row: Sequence["Answer"], prompt: str, written: str | None, criteria: Sequence[str]) -> str:
     head = f'<div class="text prompt" dir="auto">{_text(prompt)}</div>'
     if written is not None:
-        head += '<p><span class="tick">✓</span> Written in place of any candidate:</p>'
+        head += '<p><span class="tick">✓</span> Written from the candidates:</p>'
         head += f'<div class="text written" dir="auto">{_text(written)}</div>'
     ranked = sorted(row, key=lambda one: len(row) if one.rank is None else one.rank)
     has_answers = any(one.answer is not None for one in row)
@@ -62,7 +62,7 @@ def _section(row: Sequence["Answer"], prompt: str, written: str | None, criteria
 def _candidate(
     one: "Answer", criteria: Sequence[str], has_answers: bool, is_numbered: bool, has_places: bool, num_columns: int
 ) -> str:
-    """A candidate's lines: one for each writer, with what is said of the candidate on the first, and its text."""
+    """A candidate's rows: one per writer, the first with the candidate's own data, and its text."""
     places = " " + ", ".join(str(place + 1) for place in one.places) if has_places else ""
     cells = ["–" if one.rank is None else str(one.rank + 1)]
     cells.append(f'<span class="tick">✓{places}</span>' if one.places else "")
@@ -91,7 +91,7 @@ def _number(value: float | None) -> str:
 
 
 def _text(text: str) -> str:
-    """A text with signs for its white space, but for spaces between words."""
+    """A text with signs for its white space, except for spaces between words."""
     inner = text.strip(" ")
     start = len(text) - len(text.lstrip(" "))
     space = '<b class="space"> </b>'

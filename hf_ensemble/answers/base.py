@@ -1,4 +1,4 @@
-"""What every way of choosing among whole answers works with: candidates, questions, choices, and its options."""
+"""What all ways of choosing among whole answers share: candidates, questions, choices, and options."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ Turns = list[dict[str, Any]]
 _Loaded = TypeVar("_Loaded")
 
 _MOST_KEPT = 2
-"""Models that are kept from call to call: a judge and a fuser."""
+"""Number of models that are kept from call to call: a judge and a fuser."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Written:
         writer: Number of the member; None for a method.
         name: Name of the member or the method.
         number: Which of the writer's answers it is, from 0 on.
-        ids: The new ids, the one that ended it included: the member's own, or the primary's if a method wrote them.
-        data: What they write; less where it was cut to fit the primary's ids.
+        ids: The new ids, including the one that ended it: the member's own, or the primary's if a method wrote them.
+        data: The bytes they write; fewer if it was cut to fit the primary's ids.
         end: `"eos"` if a control token ended it, `"text"` if a stop string, another criterion or an end id that writes
             text did; None if it has not ended.
-        log_prob: Natural logarithm of the probability that the member gave the ids; None where nobody has computed it.
+        log_prob: Natural logarithm of the probability that the member gave the ids; None if it was not computed.
         seconds: Its share of the seconds that the writer took.
     """
 
@@ -52,7 +52,7 @@ class Written:
 
     @property
     def is_in_primary_ids(self) -> bool:
-        """Whether its ids are the primary's."""
+        """Whether its ids belong to the primary."""
         return self.writer in (0, None)
 
 
@@ -61,10 +61,10 @@ class Candidate:
     """One of the answers to choose from.
 
     Attributes:
-        data: What it writes.
+        data: Its bytes.
         ended: Whether it has ended.
-        writers: Who wrote it, members before methods; never nobody.
-        weights: The share of each of them; those of all candidates of a question sum to 1.
+        writers: Its writers, members before methods; at least one.
+        weights: The share of each writer; the shares of all candidates of a question sum to 1.
     """
 
     data: bytes
@@ -74,12 +74,12 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """The answer as text; U+FFFD stands for what is none."""
+        """The answer as text; U+FFFD stands for invalid bytes."""
         return self.data.decode("utf-8", "replace")
 
     @property
     def weight(self) -> float:
-        """The share of all its writers."""
+        """The sum of its writers' shares."""
         return math.fsum(self.weights)
 
     @property
@@ -98,7 +98,7 @@ class Question:
     """A row of a call.
 
     Attributes:
-        turns: The conversation that its prompt stands for; one turn of the user if it is plain text.
+        turns: The conversation behind its prompt; a single user turn if the prompt is plain text.
         candidates: Its answers, the earliest first.
     """
 
@@ -107,7 +107,7 @@ class Question:
 
     @property
     def prompt(self) -> str | Turns:
-        """The prompt as a text; the turns of a conversation of more than one."""
+        """The prompt as a text, or the list of turns if the conversation has more than one."""
         return self.turns if len(self.turns) > 1 else str(self.turns[0].get("content") or "")
 
     @property
@@ -118,13 +118,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen.
+    """The choice for one question.
 
     Attributes:
         ranking: Numbers of the candidates, the best first.
-        scores: For each criterion, by its name, what it says of every candidate; None for nothing.
-        answers: What was read out of every candidate, where something was; None for nothing.
-        written: What another model wrote in place of any candidate; None if a candidate is returned.
+        scores: For each criterion, by its name, the score of every candidate; None for no score.
+        answers: What was read out of every candidate, or None for nothing; None as a whole if nothing is read out.
+        written: A text that another model wrote to return instead of a candidate; None if a candidate is returned.
     """
 
     ranking: list[int]
@@ -134,13 +134,13 @@ class Choice:
 
 
 class Panel:
-    """What a chooser may ask for: the members' view of candidates, and models that were loaded to judge them.
+    """What a chooser may ask for: the members' log-probabilities of candidates, and loaded judges.
 
     Args:
-        log_probs: Gives, for some questions, the log-probability of every candidate under every member, with its end; by
-            question, candidate and member, None for members of weight 0.
+        log_probs: Returns, for some questions, the log-probability of every candidate under every member, including
+            its end; by question, candidate and member, None for members of weight 0.
         generate_options: Options of `generate` for a model that writes an answer itself.
-        kept: Models that were loaded for earlier calls, by what they were loaded from.
+        kept: Models loaded for earlier calls, by their sources.
     """
 
     def __init__(
@@ -154,16 +154,16 @@ class Panel:
         self._kept = kept
 
     def loaded(self, source: Any, load: Callable[[], _Loaded]) -> _Loaded:
-        """What was loaded from a source, now or for an earlier call.
+        """Return the model of a source, loaded now or for an earlier call.
 
         Args:
-            source: What tells it from others.
+            source: Identifies the model.
             load: Loads it.
         """
         found: _Loaded | None = self._kept.pop(source, None)
         if found is None:
             found = load()
-        # The one that was longest not asked for is let go.
+        # The model unused for longest is dropped.
         self._kept[source] = found
         while len(self._kept) > _MOST_KEPT:
             del self._kept[next(iter(self._kept))]
@@ -188,7 +188,8 @@ class AnswersConfig(MethodConfig):
     """Token- or span-level methods, by name or configuration, whose answers are candidates too."""
 
     generate_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
-    """Options of `generate` with which candidates are written, where the call does not say other: `{"do_sample": True}`."""
+    """Options of `generate` for writing candidates, such as `{"do_sample": True}`. Options of the call override them.
+    """
 
     def __post_init__(self) -> None:
         for name, value in self._options.items():
@@ -202,8 +203,8 @@ class AnswersConfig(MethodConfig):
         for method in methods:
             if method.decides == self.decides:
                 raise ConfigurationError(
-                    f"`methods` holds {method.name!r}, which chooses among whole answers itself. Name token- or span-level "
-                    "methods."
+                    f"`methods` contains {method.name!r}, which chooses among whole answers itself. Name token- or "
+                    "span-level methods."
                 )
         is_mapping = isinstance(self.generate_options, Mapping) and all(
             isinstance(k, str) for k in self.generate_options
@@ -217,11 +218,11 @@ class AnswersConfig(MethodConfig):
         return {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
 
     def to_dict(self) -> dict[str, Any]:
-        """The method's name and options, as they are saved; functions by their import paths."""
+        """Return the method's name and options as they are saved, functions by their import paths."""
         return {"name": self.name, **{name: _saved(value) for name, value in self._options.items()}}
 
     def imported(self, is_trusted: bool) -> Self:
-        """The same with functions that a saved configuration names imported; see `MethodConfig.imported`."""
+        """Return the same options with saved functions imported; see `MethodConfig.imported`."""
 
         def change(value: Any) -> Any:
             if isinstance(value, Imported):
@@ -231,7 +232,7 @@ class AnswersConfig(MethodConfig):
         return self._changed(change)
 
     def with_paths(self, change: Callable[[str], str]) -> Self:
-        """The same with other paths of judges and fusers; see `MethodConfig.with_paths`."""
+        """Return the same options with other paths of judges and fusers; see `MethodConfig.with_paths`."""
 
         def moved(value: Any) -> Any:
             if isinstance(value, MethodConfig):
@@ -248,7 +249,7 @@ class AnswersConfig(MethodConfig):
         return dataclasses.replace(self, **{**options, "methods": tuple(map(change, self.methods))})
 
     def check_saveable(self, is_for_hub: bool) -> None:
-        """Refuse options that nobody could load again: functions without an import path, models of this machine."""
+        """Refuse options that could not be loaded again: functions without an import path, models of this machine."""
         for name, value in self._options.items():
             if callable(value):
                 check_importable(value, name)
@@ -259,43 +260,43 @@ class AnswersConfig(MethodConfig):
             json.dumps(self.generate_options)
         except TypeError as error:
             raise ConfigurationError(
-                f"`generate_options` cannot be saved, since JSON cannot hold them: {error}. Give numbers, texts and lists."
+                f"`generate_options` cannot be saved as JSON: {error}. Give numbers, texts and lists."
             ) from error
         for path in self.models if is_for_hub else ():
             if is_local(path):
                 raise ConfigurationError(
-                    f"method {self.name!r} uses the model {path!r}, a folder of this machine, where nobody else could load "
-                    "it. Push that model to the Hub, and name it by its id."
+                    f"method {self.name!r} uses the model {path!r}, a folder of this machine, which others could not "
+                    "load. Push that model to the Hub, and name it by its id."
                 )
 
     @property
     def acts_on_one(self) -> bool:
-        """Whether it is more than the primary by itself even where that has all the weight: it may sample, and ranks."""
+        """Whether it changes anything if the primary has all the weight: yes, because it may sample, and ranks."""
         return True
 
     @property
     def asks(self) -> frozenset[Offer]:
-        """What every writer has to give, and what the methods among them ask for."""
+        """What every writer has to provide, and what the methods among them ask for."""
         own = {Offer.ANSWERS, *({Offer.LIKELIHOODS} if self.gives_likelihoods else ())}
         return frozenset(own.union(*(method.asks for method in self.methods)))
 
     @property
     def gives_likelihoods(self) -> bool:
-        """Whether it says how likely a text is, so that `score` can use it."""
+        """Whether it has likelihoods of texts, which `score` needs."""
         return False
 
     @property
     def has_one_each(self) -> bool:
-        """Whether there is one candidate of each member and no other."""
+        """Whether each member writes exactly one candidate, and no method writes any."""
         return self.num_candidates == 1 and not self.methods
 
     @property
     def returns_one(self) -> bool:
-        """Whether there is only one answer to return, whatever the number of candidates."""
+        """Whether it returns a single answer, whatever the number of candidates."""
         return False
 
     def generate_options_beside(self, generation_config: Any) -> dict[str, Any]:
-        """Those of `generate_options` that this generation config leaves open."""
+        """Return the `generate_options` that this generation config does not set."""
         return {k: v for k, v in self.generate_options.items() if getattr(generation_config, k, None) is None}
 
     def check_members(self, num_members: int) -> None:
@@ -317,16 +318,18 @@ class AnswersConfig(MethodConfig):
             return Imported(value["function"])
         if set(value) == {"pattern", "flags"}:
             return re.compile(value["pattern"], value["flags"])
-        raise ConfigurationError(f"`{option}` of method {self.name!r} cannot be read: {value!r:.200}.")
+        raise ConfigurationError(
+            f"`{option}` of method {self.name!r} cannot be read: {value!r:.200}. Pass another `method`."
+        )
 
     def load(self, panel: Panel) -> None:
-        """Load what judges or fuses, before anybody writes.
+        """Load judges and fusers before any member writes.
 
         Args:
             panel: Keeps what is loaded.
 
         Raises:
-            ConfigurationError: If something cannot be loaded.
+            ConfigurationError: If a model cannot be loaded.
         """
 
     @abstractmethod
@@ -335,13 +338,13 @@ class AnswersConfig(MethodConfig):
 
         Args:
             questions: The questions, each with one candidate at least.
-            panel: What may be asked for.
+            panel: Provides log-probabilities and loaded models.
 
         Returns:
             A choice for each question.
 
         Raises:
-            ConfigurationError: If something that was given (a function, a model) cannot do it.
+            ConfigurationError: If a function or model that the user gave fails.
         """
 
 
@@ -369,9 +372,9 @@ def best_first(scores: Sequence[float], is_preferred: Sequence[bool] | None = No
 
     Args:
         scores: A score each.
-        is_preferred: Who goes first among those that tie; then, and by default, it is the earliest.
+        is_preferred: Whether a candidate goes first in a tie; otherwise, and by default, the earliest does.
     """
-    # Earlier ones stand first, so those that differ from the highest by rounding only must be looked for anew each time.
+    # Ties go to the earliest, so the scores within rounding of the highest are searched again each time.
     left = sorted(range(len(scores)), key=lambda n: not (is_preferred and is_preferred[n]))
     ranking: list[int] = []
     while left:

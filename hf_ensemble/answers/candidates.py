@@ -1,4 +1,4 @@
-"""From what was written to the candidates: cut to what fits, equal answers put together, and the ids of each."""
+"""Turns written answers into candidates: cuts them to fit, merges equal answers, and finds their ids."""
 
 import codecs
 import math
@@ -26,7 +26,7 @@ class PrimaryIds:
         self._eos = [i for i in primary.ids_with_row(end_ids) if primary.is_control(i)][:1]
 
     def of(self, candidate: Candidate) -> list[int]:
-        """The primary's ids of a candidate: its own if it is a writer, else its encoding of the text and its first EOS.
+        """Return the primary's ids of a candidate: those it wrote, or else its encoding of the text and its first EOS.
 
         Raises:
             ConfigurationError: If it cannot write the text, nor U+FFFD in place of what it cannot.
@@ -35,7 +35,7 @@ class PrimaryIds:
         return self.of_written((own or list(candidate.writers))[0])
 
     def of_written(self, written: Written) -> list[int]:
-        """The primary's ids for what one writer wrote, which may have been cut since.
+        """Return the primary's ids for the text of one writer, which may have been cut since.
 
         Raises:
             ConfigurationError: If it cannot write the text, nor U+FFFD in place of what it cannot.
@@ -48,10 +48,10 @@ class PrimaryIds:
         return [*self.of_bytes(written.data), *(self._eos if written.end == "eos" else [])]
 
     def of_bytes(self, data: bytes) -> list[int]:
-        """The primary's ids for a text, U+FFFD standing for each character that it cannot write.
+        """Return the primary's ids for a text, with U+FFFD for each character that it cannot write.
 
         Raises:
-            ConfigurationError: If it cannot write that either.
+            ConfigurationError: If it cannot write U+FFFD either.
         """
         encoder = self._primary.encoder
         ids = encoder.encode(data)
@@ -59,13 +59,14 @@ class PrimaryIds:
             ids = encoder.encode(_writable(encoder, data))
         if ids is None:
             raise ConfigurationError(
-                f"the primary {self._primary.name!r} can write neither the answer {data.decode('utf-8', 'replace')!r:.80} "
-                "nor U+FFFD in place of what it lacks. Make another member the primary."
+                f"the primary {self._primary.name!r} can write neither the answer "
+                f"{data.decode('utf-8', 'replace')!r:.80} nor U+FFFD for the characters that it lacks. Make another "
+                "member the primary."
             )
         return ids
 
     def cut(self, written: Written, max_new_tokens: int) -> Written:
-        """What fits so many of the primary's ids, EOS included; what had to be cut has not ended.
+        """Cut an answer to fit a number of the primary's ids, EOS included; a cut answer counts as not ended.
 
         Args:
             written: What was written.
@@ -83,7 +84,7 @@ class PrimaryIds:
 
 
 def merged(written: Sequence[Written], weights: Sequence[float], num_candidates: int) -> tuple[Candidate, ...]:
-    """Make one candidate of equal texts that agree in having ended.
+    """Merge equal texts into one candidate, if both or neither have ended.
 
     Args:
         written: All answers of a question.
@@ -93,7 +94,7 @@ def merged(written: Sequence[Written], weights: Sequence[float], num_candidates:
     Returns:
         The candidates, in the order of their first writers: members before methods, samples in number order.
     """
-    # Methods stand behind, in their order, since the sort is stable.
+    # Methods come last, in their order, because the sort is stable.
     in_order = sorted(written, key=lambda one: (one.writer is None, one.writer or 0, one.number))
     total = math.fsum(weights)
     shares = [
@@ -119,14 +120,14 @@ def _writable(encoder: ByteEncoder, data: bytes) -> bytes:
 
 
 def _without_begun(data: bytes) -> bytes:
-    """The bytes without those that begin a character at their end."""
+    """The bytes without an incomplete character at their end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return data[: len(data) - len(decoder.getstate()[0])]
 
 
 def _chars(data: bytes) -> str:
-    """The characters, with a stand-in for each byte that is part of none."""
+    """The characters, with a stand-in for each byte that belongs to no character."""
     return data.decode("utf-8", "surrogateescape")
 
 

@@ -1,4 +1,4 @@
-"""chrF of texts against one another: pair by pair, or each against the weighted average of all."""
+"""chrF between texts: pair by pair, or each against the weighted average of all."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ _BETA = 2
 def pairwise_chrf(texts: Sequence[str]) -> list[list[float]]:
     """The chrF of each text against each: `sacrebleu`'s of sentences, but 100 for two empty texts.
 
-    White space doesn't count, so that a text of nothing else is empty.
+    White space is ignored, so a text of white space counts as empty.
 
     Args:
         texts: The texts, valid Unicode.

@@ -1,4 +1,4 @@
-"""Functions of the user's in a configuration: called with errors that name them, and saved by their import path."""
+"""The user's functions in a configuration: calls that raise errors with their names, and import paths for saving."""
 
 import importlib
 import inspect
@@ -12,7 +12,7 @@ from ..errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Imported:
-    """A function that a saved configuration names, and that has not been imported.
+    """A function that a saved configuration names and that has not been imported yet.
 
     Attributes:
         path: Its import path, `"module:name"`.
@@ -27,7 +27,7 @@ class Imported:
             is_trusted: Whether its code may run.
 
         Raises:
-            ConfigurationError: If it may not, or there is none.
+            ConfigurationError: If its code may not run, or there is no such function.
         """
         if not is_trusted:
             raise self._untrusted()
@@ -38,15 +38,15 @@ class Imported:
                 found = getattr(found, part)
         except Exception as error:
             raise ConfigurationError(
-                f"the function {self.path!r} of a saved ensemble cannot be imported: {error}. Make its module importable "
-                "here, or pass a `method` of your own."
+                f"the function {self.path!r} of a saved ensemble cannot be imported: {error}. Make its module "
+                "importable here, or pass another `method`."
             ) from error
         if not callable(found):
             raise ConfigurationError(f"{self.path!r}, which a saved ensemble names as a function, is {found!r:.80}.")
         return found  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any) -> Any:
-        """Refuse: it has not been imported.
+        """Raise an error: it has not been imported.
 
         Raises:
             ConfigurationError: Always.
@@ -55,13 +55,13 @@ class Imported:
 
     def _untrusted(self) -> ConfigurationError:
         return ConfigurationError(
-            f"this saved ensemble calls the function {self.path!r}, which runs code of its own. If you trust it, load the "
-            "ensemble with `trust_remote_code=True`; or pass a `method` of your own."
+            f"this saved ensemble calls the function {self.path!r}, which runs code that is not part of this package. "
+            "If you trust it, load the ensemble with `trust_remote_code=True`; otherwise pass another `method`."
         )
 
 
 def path_of(function: Any) -> str:
-    """The import path of a function, `"module:name"`, whether or not it can be imported by it."""
+    """Return the import path of a function, `"module:name"`, even if it cannot be imported by that path."""
     if isinstance(function, Imported):
         return function.path
     owner = function if hasattr(function, "__qualname__") else type(function)
@@ -72,7 +72,7 @@ def path_of(function: Any) -> str:
 
 
 def name_of(function: Any) -> str:
-    """What tables call a function."""
+    """Return the name of a function for tables."""
     return path_of(function).rpartition(":")[2].rpartition(".")[2]
 
 
@@ -84,7 +84,7 @@ def check_importable(function: Any, option: str) -> None:
         option: The option that holds it, for the error.
 
     Raises:
-        ConfigurationError: If so.
+        ConfigurationError: If it cannot be found.
     """
     if isinstance(function, Imported):
         return
@@ -95,8 +95,8 @@ def check_importable(function: Any, option: str) -> None:
         is_found = False
     if not is_found:
         raise ConfigurationError(
-            f"`{option}` is {path!r}, which cannot be imported by that path, so nobody could find it again. Define it as a "
-            "function of a module."
+            f"`{option}` is {path!r}, which cannot be imported by that path, so a saved ensemble could not find it "
+            "again. Define it as a function at the top level of a module."
         )
 
 
@@ -104,12 +104,12 @@ def has_parameter(function: Callable[..., Any], name: str) -> bool:
     """Whether a user's function has a parameter of this name."""
     try:
         return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of some that are not written in Python
+    except (TypeError, ValueError):  # raised for some that are not written in Python
         return False
 
 
 def call_for_numbers(function: Callable[..., Any], option: str, count: int, *args: Any, **by_name: Any) -> list[float]:
-    """Call a user's function that has to give so many finite numbers.
+    """Call a user's function that has to return a certain number of finite numbers.
 
     Args:
         function: The function.
@@ -130,20 +130,23 @@ def call_for_numbers(function: Callable[..., Any], option: str, count: int, *arg
         numbers = None
     if numbers is None or len(numbers) != count:
         got = f"{len(numbers)} numbers" if numbers is not None else f"{found!r:.200}"
-        raise ConfigurationError(f"`{option}` ({path_of(function)}) has to give {count} numbers, but gave {got}.")
+        raise ConfigurationError(
+            f"`{option}` ({path_of(function)}) has to return {count} numbers, but returned {got}."
+        )
     for place, number in enumerate(numbers):
         if not math.isfinite(number):
             about = ", ".join(
                 f"{texts[place]!r:.80}" for texts in args if isinstance(texts, Sequence) and len(texts) == count
             )
             raise ConfigurationError(
-                f"`{option}` ({path_of(function)}) has to give finite numbers, but gave {number} for {about or place}."
+                f"`{option}` ({path_of(function)}) has to return finite numbers, but returned {number} for "
+                f"{about or place}."
             )
     return numbers
 
 
 def _listed(values: Any) -> Any:
-    """What a function gave as a list, which may take its work; anything else as a list of one."""
+    """The result of a function as a list, which may run the function's code; a single value as a list of one."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     is_no_list = isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable)
@@ -157,7 +160,7 @@ def called(function: Callable[..., Any], option: str, *args: Any, of: Any = None
         function: The function.
         option: The option that holds it, for the error.
         *args: What it is called with.
-        of: What errors name, where `function` only calls it.
+        of: The function that errors name, if `function` only calls it.
         **by_name: The same, by name.
 
     Raises:

@@ -21,30 +21,32 @@ from .rerank import RerankConfig
 
 @dataclass(frozen=True)
 class FuseConfig(AnswersConfig):
-    """Fuse: the best candidates and the prompt go to a model that writes the answer, which is returned as it is.
+    """Fuse: a model reads the prompt and the best candidates and writes the answer, which is returned unchanged.
 
     Reference:
         Jiang, Ren and Lin, "LLM-Blender: Ensembling Large Language Models with Pairwise Ranking and Generative Fusion"
         (https://arxiv.org/abs/2306.02561).
 
     Relations:
-        The only way that can return what no member wrote.
+        The only way of choosing that can return a text no member wrote.
     """
 
     name: ClassVar[str] = "fuse"
 
     model: str | Fuser
-    """Hub id or path of the model that writes: sequence-to-sequence in the format of LLM-Blender's GenFuser, or a causal
-    language model; or a `Fuser`, which also says how it is loaded and how much it reads."""
+    """Hub id or path of the model that writes: sequence-to-sequence in the format of LLM-Blender's GenFuser, or a
+    causal language model; or a `Fuser`, which also sets how it is loaded and how much it reads.
+    """
 
     ranker: AnswersConfig = field(default_factory=RerankConfig)
-    """How candidates are ranked before: `RerankConfig`, `VoteConfig` or `MbrConfig`."""
+    """How candidates are ranked first: `RerankConfig`, `VoteConfig` or `MbrConfig`."""
 
     top: int = 3
-    """Number of candidates, the best ones, that the model reads."""
+    """Number of best candidates that the model reads."""
 
     template: str | None = None
-    """What a causal model reads, with `{prompt}` and `{answers}` in it. None: a plain question for one best answer."""
+    """The input of a causal model, with `{prompt}` and `{answers}` in it. None: a plain request for one best answer.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,8 +60,8 @@ class FuseConfig(AnswersConfig):
         ranker = self.ranker
         if ranker.num_candidates != 1 or ranker.methods or ranker.generate_options:
             raise ConfigurationError(
-                "`ranker` ranks the candidates of the `FuseConfig` and writes none itself: give `num_candidates`, `methods` "
-                "and `generate_options` to the `FuseConfig`."
+                "`ranker` only ranks the candidates of the `FuseConfig`: pass `num_candidates`, `methods` and "
+                "`generate_options` to the `FuseConfig`."
             )
         if self.template is not None:
             check_template(self.template)
@@ -77,11 +79,11 @@ class FuseConfig(AnswersConfig):
 
     @property
     def returns_one(self) -> bool:
-        """Whether there is only one answer to return, whatever the number of candidates."""
+        """Whether it returns a single answer, whatever the number of candidates."""
         return True
 
     def with_paths(self, change: Callable[[str], str]) -> Self:
-        """The same with other paths of the fuser and the ranker's judge; see `MethodConfig.with_paths`."""
+        """Return the same options with other paths of the fuser and the ranker's judge; see `MethodConfig.with_paths`."""
         changed = super().with_paths(change)
         return replace(changed, model=change(self.model)) if isinstance(self.model, str) else changed
 
@@ -96,7 +98,7 @@ class FuseConfig(AnswersConfig):
         return fuser if self.template is None else replace(fuser, template=self.template)
 
     def load(self, panel: Panel) -> None:
-        """Load the fuser, and what the ranker needs; see `AnswersConfig.load`."""
+        """Load the fuser and the ranker's judge; see `AnswersConfig.load`."""
         panel.loaded(self._fuser, self._fuser.load)
         self.ranker.load(panel)
 

@@ -21,7 +21,7 @@ from .base import Turns
 from .loaded import ModelSource, Reader, in_batches, learned_positions, padded_right, text_of
 
 if TYPE_CHECKING:
-    # It takes most of a second to import, which nobody has to wait for who loads no judge.
+    # Importing it takes most of a second, so only calls with a fuser do.
     from transformers import PreTrainedModel
 
 TEMPLATE = (
@@ -30,10 +30,10 @@ TEMPLATE = (
     "Do not mention these answers; write only the answer itself.\n\n"
     "Conversation:\n{prompt}\n\n{answers}\n\nBest answer:\n"
 )
-"""What a causal model reads by default. The answers are numbered: `Answer 1:`, and so on, each on lines of its own."""
+"""The default input of a causal model. The answers are numbered: `Answer 1:`, and so on, each on lines of its own."""
 
 MAX_NEW_TOKENS = 512
-"""Number of ids that a fuser may write where no option says."""
+"""Number of ids that a fuser may write if no option sets it."""
 
 _MAX_FUSER_LENGTH = 1024
 """Ids that GenFuser was trained to read, as published."""
@@ -42,22 +42,22 @@ _OF_THE_OUTPUT = (
     *("num_beams", "num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits"),
     *("output_attentions", "output_hidden_states"),
 )
-"""What a checkpoint may say of its own, and is not wanted here: one greedy text."""
+"""Overrides a checkpoint's own defaults, to get one greedy text."""
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
 
 @dataclass(frozen=True)
 class Fuser(ModelSource):
-    """A model that reads a conversation and answers to it, and writes one.
+    """A model that reads a conversation with several answers, and writes one answer.
 
-    A sequence-to-sequence model reads the published format of LLM-Blender's GenFuser. There, the conversation stands
-    behind "Input:" and a system turn at its beginning behind "Instruction:", each candidate has a number from 0 on and a
-    sentinel token, and EOS tokens part them. As published, a single turn of the user is read as it is; of several, each is
-    headed by its role. Unlike in the published code, no candidate is cut.
+    A sequence-to-sequence model reads the published format of LLM-Blender's GenFuser. There, the conversation follows
+    "Input:" and a system turn at its beginning follows "Instruction:". Each candidate has a number from 0 on and a
+    sentinel token, and EOS tokens separate them. As published, a single user turn is read unchanged, and several turns
+    are headed by their roles. Unlike in the published code, no candidate is cut.
 
-    A causal model reads a template, by default a plain question for one best answer: as the turn of a user if it has a
-    chat template, else as a text behind its BOS.
+    A causal model reads a template, by default a plain request for one best answer: as a user turn if it has a chat
+    template, else as a text after its BOS.
 
     Reference:
         Jiang, Ren and Lin, "LLM-Blender: Ensembling Large Language Models with Pairwise Ranking and Generative Fusion",
@@ -68,12 +68,14 @@ class Fuser(ModelSource):
     what: ClassVar[str] = "fuser"
 
     template: str | None = None
-    """What the model reads, with the fields `{prompt}` and `{answers}`. None: the format of GenFuser for a
-    sequence-to-sequence model, else `TEMPLATE`."""
+    """The model's input, with the fields `{prompt}` and `{answers}`. None: the format of GenFuser for a
+    sequence-to-sequence model, else `TEMPLATE`.
+    """
 
     max_length: int | None = None
-    """Number of ids that it reads, for a causal model with those that it writes. None: as many as it has positions by its
-    configuration; 1024, as published, for a sequence-to-sequence model without learned positions."""
+    """Number of ids that it reads; for a causal model, including those that it writes. None: as many as its
+    configuration has positions; 1024, as published, for a sequence-to-sequence model without learned positions.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +96,7 @@ class Fuser(ModelSource):
 
 
 def check_template(template: str) -> None:
-    """Refuse a template that does not name the conversation and the answers, or that names anything else.
+    """Refuse a template without the fields for conversation and answers, or with other fields.
 
     Args:
         template: A format string.
@@ -103,8 +105,8 @@ def check_template(template: str) -> None:
         ConfigurationError: Naming the rule and the remedy.
     """
     rule = (
-        "`template` has to have the fields `{prompt}` and `{answers}` and no others; braces that are text are written twice, "
-        "`{{` and `}}`"
+        "`template` has to have the fields `{prompt}` and `{answers}` and no others; write braces that are text "
+        "twice, `{{` and `}}`"
     )
     try:
         parts = [part[1:] for part in string.Formatter().parse(template) if part[1] is not None]
@@ -120,11 +122,11 @@ class LoadedFuser:
 
     Args:
         source: Where it came from.
-        model: The model, which is this object's own.
+        model: The model, which only this object uses.
         tokenizer: Its tokenizer.
 
     Raises:
-        ConfigurationError: If it shall read the format of GenFuser, but lacks its tokens.
+        ConfigurationError: If it has to read the format of GenFuser, but lacks its tokens.
     """
 
     def __init__(self, source: Fuser, model: "PreTrainedModel", tokenizer: PreTrainedTokenizerBase):
@@ -134,14 +136,14 @@ class LoadedFuser:
         self._is_seq2seq = bool(model.config.is_encoder_decoder)
         self._max_length = source.max_length or learned_positions(model) or self._told_length(model.config)
         settings = self._model.generation_config
-        # Said only where it samples: a greedy call warns of them.
+        # Passed only if it samples: a greedy call would warn about them.
         self._sampling = {key: getattr(settings, key, None) for key in _SAMPLING}
         for key in ("do_sample", *_SAMPLING, *_OF_THE_OUTPUT):
             setattr(settings, key, None)
         ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
         self._end_ids: list[int] = ends if isinstance(ends, list) else [ends] if ends is not None else []
         pad_ids = (tokenizer.pad_token_id, settings.pad_token_id, *self._end_ids, 0)
-        # Padding is masked, so any id will do.
+        # Padding is masked, so any id works.
         self._pad_id: int = next(i for i in pad_ids if isinstance(i, int))
         if self._is_seq2seq and source.template is None:
             self._check_sentinels(1)
@@ -154,8 +156,7 @@ class LoadedFuser:
         Args:
             turns_of_rows: The conversations.
             answers_of_rows: The answers to each, the best first. What they spell is never a control token.
-            generate_options: Options of `generate`. It decodes greedily unless they say other, and stops at the model's own
-                EOS.
+            generate_options: Options of `generate`. By default it decodes greedily and stops at the model's own EOS.
 
         Returns:
             The texts, without control tokens.
@@ -174,10 +175,10 @@ class LoadedFuser:
         return texts
 
     def _with_defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of `generate` with what they leave open."""
+        """Options of `generate`, completed by defaults."""
         num_returned = given.get("num_return_sequences") or 1
         check_option(
-            "num_return_sequences", num_returned, num_returned == 1, f"1, since {self._source.name} writes one"
+            "num_return_sequences", num_returned, num_returned == 1, f"1, because {self._source.name} writes one"
         )
         options: dict[str, Any] = {"do_sample": False, **given}
         if options["do_sample"]:
@@ -222,8 +223,8 @@ class LoadedFuser:
         for token in ("</s>", *(f"<extra_id_{n}>" for n in range(num_answers))):
             if token not in known:
                 raise ConfigurationError(
-                    f"{self._source.name} cannot read {num_answers} answers in the format of GenFuser: its tokenizer has no "
-                    f"{token!r}. Set `template`, or name a T5."
+                    f"{self._source.name} cannot read {num_answers} answers in the format of GenFuser: its tokenizer "
+                    f"has no {token!r}. Set `template`, or use a T5."
                 )
 
     def _told_length(self, config: PreTrainedConfig) -> int | None:
@@ -238,8 +239,9 @@ class LoadedFuser:
             num_new = options.get("max_new_tokens") or max(0, (options.get("max_length") or 0) - length)
         if self._max_length is not None and length + num_new > self._max_length:
             raise ConfigurationError(
-                f"{self._source.name} reads {self._max_length} ids, but a conversation and its answers have {length}"
-                f"{f', and {num_new} may be written' if num_new else ''}. Let answers be shorter, or fuse fewer."
+                f"{self._source.name} reads {self._max_length} ids, but the conversation and its answers have "
+                f"{length}{f', and {num_new} may be written' if num_new else ''}. Ask for shorter answers, or fuse "
+                "fewer."
             )
 
     def _generate(self, rows: Sequence[list[int]], options: Mapping[str, Any]) -> list[str]:
@@ -251,7 +253,7 @@ class LoadedFuser:
                 attention_mask=mask.to(device),
                 **{"pad_token_id": self._pad_id, **options},
             )
-        # A decoder starts with an id of its own.
+        # A decoder starts with its own id.
         num_read = 1 if self._is_seq2seq else ids.shape[1]
         return [self._text(row[num_read:]) for row in found.tolist()]
 

@@ -93,7 +93,7 @@ class RewardModel(ModelSource):
         num_outputs = self.load_config().num_labels
         if num_outputs != 1:
             raise ConfigurationError(
-                f"{self.name} has {num_outputs} outputs (`num_labels`), but a reward model has one. Name a "
+                f"{self.name} has {num_outputs} outputs (`num_labels`), but a reward model has one. Use a "
                 "sequence-classification model with one output."
             )
         tokenizer = self.load_tokenizer()
@@ -181,13 +181,13 @@ class LoadedRewardModel(LoadedJudge):
         """Refuse a text that is too long, unless it may be cut and the part that is kept fits."""
         if not self._source.truncation:
             raise ConfigurationError(
-                f"{self._source.name} reads {self._max_length} ids, but a conversation with its answer has {length}. Set "
-                "`truncation=True` to leave out the beginning of the conversation, or let answers be shorter."
+                f"{self._source.name} reads {self._max_length} ids, but a conversation with its answer has {length}. "
+                "Set `truncation=True` to cut the beginning of the conversation, or ask for shorter answers."
             )
         if self._max_length is not None and num_kept > self._max_length:
             raise ConfigurationError(
-                f"{self._source.name} reads {self._max_length} ids, but an answer alone has {num_kept}, and answers are not "
-                "cut. Let them be shorter."
+                f"{self._source.name} reads {self._max_length} ids, but an answer alone has {num_kept}, and answers "
+                "are never cut. Ask for shorter answers."
             )
 
     def _run(self, rows: Sequence[tuple[list[int], list[int] | None]], is_padded: bool) -> list[float]:
@@ -247,9 +247,9 @@ class PairRanker(ModelSource):
         missing = [name for name in needed if getattr(config, name, None) is None]
         if config.model_type != "deberta-v2" or missing:
             raise ConfigurationError(
-                f"{self.name} is no pairwise ranker: its configuration says {config.model_type!r}"
-                f"{f' and lacks `{missing[0]}`' if missing else ''}, but has to be that of a DeBERTa with a head for pairs. "
-                "Name one in the layout of llm-blender/PairRM-hf."
+                f"{self.name} is not a pairwise ranker: its configuration says "
+                f"{config.model_type!r}{f' and lacks `{missing[0]}`' if missing else ''}, but has to be that of a "
+                "DeBERTa with a head for pairs. Use a model in the layout of llm-blender/PairRM-hf."
             )
         tokenizer = self.load_tokenizer()
         return LoadedPairRanker(self, self.load_model(_pair_model_class(), refuses_unexpected=True), tokenizer)
@@ -342,8 +342,8 @@ class LoadedPairRanker(LoadedJudge):
         room = limit - len(self._frame)
         if len(ids) > room and not self._source.truncation:
             raise ConfigurationError(
-                f"{self._source.name} reads {limit} ids of {'the conversation' if place == 0 else 'an answer'}, but it has "
-                f"{len(ids) + len(self._frame)}. Set `truncation=True` to cut it at the end, or let it be shorter."
+                f"{self._source.name} reads {limit} ids of {'the conversation' if place == 0 else 'an answer'}, but "
+                f"it has {len(ids) + len(self._frame)}. Set `truncation=True` to cut it at the end, or shorten it."
             )
         return self._frame.around(ids[:room])
 
@@ -351,8 +351,8 @@ class LoadedPairRanker(LoadedJudge):
         joined = [[*source, *first, *second] for source, first, second in rows]
         if self._max_positions is not None and max(map(len, joined)) > self._max_positions:
             raise ConfigurationError(
-                f"{self._source.name} has {self._max_positions} learned positions, but a conversation with two answers has "
-                f"{max(map(len, joined))} ids. Let them be shorter."
+                f"{self._source.name} has {self._max_positions} learned positions, but a conversation with two "
+                f"answers has {max(map(len, joined))} ids. Shorten them."
             )
         # A prefix stands behind what the tokenizer puts in front of each part.
         start = len(self._frame.ids[0])

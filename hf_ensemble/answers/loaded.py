@@ -114,7 +114,8 @@ class ModelSource:
         """
         if os.path.isfile(self.path) or (is_local(self.path) and not os.path.isdir(self.path)):
             raise ConfigurationError(
-                f"{self.name} cannot be loaded: there is no such folder. Name the folder that it was saved in, or a Hub id."
+                f"{self.name} cannot be loaded: there is no such folder. Give a Hub id, or the folder in which it was "
+                "saved."
             )
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(self.path, **self._options)
@@ -132,12 +133,14 @@ class ModelSource:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.path, **self._options)
         except Exception as error:
             raise ConfigurationError(
-                f"{self.name} has no tokenizer that can be loaded: {error} Save it beside the model."
+                f"{self.name} has no tokenizer that can be loaded: {error} Save its tokenizer in the same folder."
             ) from error
         special = set(tokenizer.all_special_tokens)
         # Some classes make an empty one where there is no file.
         if not any(char.isalpha() for token in tokenizer.get_vocab() if token not in special for char in token):
-            raise ConfigurationError(f"{self.name} has no tokenizer that writes text. Save it beside the model.")
+            raise ConfigurationError(
+                f"{self.name} has no tokenizer that writes text. Save its tokenizer in the same folder."
+            )
         return tokenizer
 
     def load_model(self, model_class: Any, refuses_unexpected: bool = False) -> "PreTrainedModel":
@@ -166,9 +169,9 @@ class ModelSource:
         for problem, keys in problems:
             if keys:
                 raise ConfigurationError(
-                    f"{self.name} is no checkpoint of {type(model).__name__}: it {problem} {len(keys)} weights, such as "
-                    f"{sorted(map(str, keys))[0]!r}, and a model with random weights is of no use. Name a checkpoint that "
-                    "was trained for it."
+                    f"{self.name} is not a checkpoint of {type(model).__name__}: it {problem} {len(keys)} weights, "
+                    f"such as {sorted(map(str, keys))[0]!r}, and random weights in their place would be useless. Use "
+                    "a checkpoint that was trained for it."
                 )
         loaded: PreTrainedModel = model.eval()
         return loaded
@@ -273,7 +276,7 @@ class Reader:
         texts = "".join(content.values())
         sign = next((sign for sign in map(chr, range(0xFDD0, 0xFDF0)) if sign not in texts), None)
         if sign is None:
-            raise ConfigurationError("a text must not hold all noncharacters from U+FDD0 to U+FDEF.")
+            raise ConfigurationError("a text must not contain every noncharacter from U+FDD0 to U+FDEF.")
         marked = {key: self._encoder.mark(text, sign) for key, text in content.items()}
         start = self._encoder.start if starts else ""
         return self._checked(self._encoder.encode(start + form.format(**marked), sign))

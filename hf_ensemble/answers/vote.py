@@ -53,7 +53,7 @@ class VoteConfig(AnswersConfig):
                 re.compile(extract)
             except re.error as error:
                 raise ConfigurationError(
-                    f"`extract` has to be a regular expression, but {extract!r:.200} is none: {error}."
+                    f"`extract` has to be a regular expression, but {extract!r:.200} is not: {error}."
                 ) from error
         elif isinstance(extract, re.Pattern) and not isinstance(extract.pattern, str):
             raise ConfigurationError(
@@ -84,8 +84,8 @@ class VoteConfig(AnswersConfig):
         if not ranking:
             silent.sort(key=lambda index: not candidates[index].is_primarys)
             messages.warn(
-                "no candidate holds an answer, so that there is nothing to vote on: the primary's first is returned. See "
-                f"`extract` ({self._described()})."
+                "no candidate contains an answer, so there is nothing to vote on: the primary's first text is "
+                f"returned. Check `extract` ({self._described()})."
             )
         scores = [None if answer is None else votes_for[answer] for answer in answers]
         return Choice([*ranking, *silent], {"votes": scores}, answers)

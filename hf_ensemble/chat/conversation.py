@@ -123,8 +123,8 @@ def _read_message(message: Any) -> dict[str, Any]:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise ConfigurationError(
-                    f"a turn of role {plain['role']!r} holds a part of type {kind!r}, but members read text only: parts "
-                    'have to be {"type": "text", "text": ...}.'
+                    f"a turn of role {plain['role']!r} contains a part of type {kind!r}, but members read text only: "
+                    'parts have to be {"type": "text", "text": ...}.'
                 )
     elif content is not None and not isinstance(content, str):
         raise ConfigurationError(

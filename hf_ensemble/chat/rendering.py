@@ -103,5 +103,5 @@ def _unused_sign(conversation: Conversation) -> str:
     # Noncharacters, kept for a process's own use: no text has them.
     sign = next((sign for sign in map(chr, range(0xFDD0, 0xFDF0)) if not any(sign in text for text in texts)), None)
     if sign is None:
-        raise ConfigurationError("a conversation must not hold all noncharacters from U+FDD0 to U+FDEF.")
+        raise ConfigurationError("a conversation must not contain every noncharacter from U+FDD0 to U+FDEF.")
     return sign

@@ -105,7 +105,8 @@ class _RemembersConversations:
         known = {"pad_to_multiple_of", "padding_side", "return_attention_mask"}
         if unknown := sorted(set(options) - known):
             raise ConfigurationError(
-                f"`tokenizer_kwargs` of an ensemble's conversations must not hold {unknown[0]!r}: {sorted(known)} only."
+                f"`tokenizer_kwargs` has no option {unknown[0]!r} for the conversations of an ensemble. Options: "
+                f"{sorted(known)}."
             )
         values: dict[str, Any] = {"input_ids": rows}
         if "token_type_ids" in self.model_input_names:

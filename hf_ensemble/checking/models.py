@@ -27,7 +27,7 @@ def check_model(member: Member) -> Iterator[Finding]:
             name,
             "training mode",
             "its model is in training mode",
-            "Dropout, if it has any, draws other logits at every step.",
+            "Dropout, if it has any, changes its logits at every step.",
             "Call the model's `eval()`.",
         )
     if Offer.ROWS not in member.offers:
@@ -39,7 +39,7 @@ def check_model(member: Member) -> Iterator[Finding]:
     try:
         logits = MemberState(member, [PlainContext(ids)]).logits().float()
         if not bool(logits.logsumexp(-1).isfinite().all()):
-            reason = f"gives NaN or infinite logits (its dtype is {member.dtype})"
+            reason = f"returns NaN or infinite logits (its dtype is {member.dtype})"
     except EnsembleError as error:
         reason = f"fails: {error}"
     if reason:
@@ -47,8 +47,8 @@ def check_model(member: Member) -> Iterator[Finding]:
             name,
             "long text",
             f"after {len(ids)} tokens it {reason}",
-            "The ensemble stops with an error as soon as this happens.",
-            "Load it in bfloat16 or float32. If it fails there too, its weights are damaged.",
+            "The ensemble raises an error as soon as this happens.",
+            "Load it in bfloat16 or float32. If that fails too, its weights are damaged.",
         )
     elif isinstance(member, LocalMember):
         yield from _check_steps(member)
@@ -61,14 +61,14 @@ def _check_steps(member: LocalMember) -> Iterator[Finding]:
     if mode == best:
         return
     reasons = "; ".join(f"{name}: {reason}" for name, reason in member.cache_obstacles.items())
-    slow = "Its steps take longer than they could, though all rows run together."
+    slow = "All rows run together, but its steps take longer than they could."
     yield Finding(
         member.name,
         "steps",
         f"its cache mode is {mode!r}, not {best!r} ({reasons or 'set by hand'})",
         slow if mode in _FAST else "Rows run one after the other, or are read again at every step.",
-        "Nothing is wrong with the texts. For speed, load it with another `attn_implementation` or `dtype`, or choose a model "
-        "of a common architecture.",
+        "The texts are right. For speed, load it with another `attn_implementation` or `dtype`, or choose a model of "
+        "a common architecture.",
     )
 
 
@@ -82,8 +82,8 @@ def check_together(members: Sequence[Member]) -> Iterator[Finding]:
                 member.name,
                 "positions",
                 f"it has learned positions for {member.max_positions} tokens, the others read {min(others)} or more",
-                "A row of all members ends, with a warning, where this one has no position left.",
-                "Keep prompt and answer shorter than that, or leave it out (`weights` 0) for longer ones.",
+                "A row ends, with a warning, when this member has no position left.",
+                "Keep prompt and answer shorter, or leave this member out (weight 0) for longer texts.",
             )
     for n, member in enumerate(members):
         same = next((other for other in members[:n] if other is member or _are_equal(other, member)), None)
@@ -92,8 +92,8 @@ def check_together(members: Sequence[Member]) -> Iterator[Finding]:
                 member.name,
                 "equal members",
                 f"it is the same model with the same tokenizer as member {same.name!r}",
-                "It runs for nothing: both say the same, which only counts twice.",
-                "List it once, and give it a greater weight instead.",
+                "Running it twice costs time and only doubles its weight.",
+                "List it once, with a greater weight.",
             )
 
 

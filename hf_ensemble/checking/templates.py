@@ -42,9 +42,9 @@ def check_template(member: Member) -> Iterator[Finding]:
             member.name,
             "system turns",
             "its chat template drops them",
-            "This member never learns what the others are told to be.",
-            "Give it a template that shows them, `MemberConfig(chat_template=...)`, or put the instruction into the first "
-            "user turn.",
+            "This member never reads the instruction that the others follow.",
+            "Give it a template that shows system turns, `MemberConfig(chat_template=...)`, or put the instruction "
+            "into the first user turn.",
         )
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
     try:
@@ -61,8 +61,8 @@ def check_template(member: Member) -> Iterator[Finding]:
             member.name,
             "end of turns",
             f"its chat template ends an answer with {token!r} (id {last}), which does not end its texts",
-            "Answers run on into turns of the user that the model makes up.",
-            f"Name it: `MemberConfig(eos_token_id=[{last}])`.",
+            "Answers continue into user turns that the model makes up.",
+            f"Add this id: `MemberConfig(eos_token_id=[{last}])`.",
         )
 
 

@@ -11,7 +11,9 @@ _TEXTS = (
 )
 _SPACED = "def f(x):\n\treturn x  +  1\n\n\n    # done"
 
-_READ_BADLY = "The members read what the ensemble has written through it, so this one answers another text."
+_READ_BADLY = (
+    "The members read the ensemble's text through their tokenizers, so this one responds to a different text."
+)
 
 
 def check_tokenizer(member: Member) -> Iterator[Finding]:
@@ -37,15 +39,16 @@ def _check_reading(member: Member) -> Iterator[Finding]:
             "round trip",
             f"its tokenizer reads {was!r} as {now!r}",
             _READ_BADLY,
-            "Use a model whose tokenizer keeps case and characters; as the primary it would write such texts too.",
+            "Use a model whose tokenizer keeps case and characters. As the primary, this one would also write such "
+            "texts.",
         )
     if lost is None and any(read(text) != text for text in (*_TEXTS, _SPACED)):
         yield Finding(
             name,
             "spaces",
             f"its tokenizer reads {_SPACED!r} as {read(_SPACED)!r}",
-            "Code, tables and paragraphs lose their shape for this member.",
-            "Load the tokenizer with its own settings, or leave the member out of texts in which spaces count.",
+            "This member loses the shape of code, tables and paragraphs.",
+            "Load the tokenizer with its own settings, or leave this member out for texts in which spaces matter.",
         )
 
 
@@ -55,16 +58,17 @@ def _check_ids(member: Member) -> Iterator[Finding]:
         yield Finding(
             name,
             "dropout",
-            f"its tokenizer leaves out merges at random (dropout {tokenizer.backend_tokenizer.model.dropout})",
-            "The ensemble reads without it, but whoever encodes prompts with this tokenizer gets other ids every time.",
+            f"its tokenizer skips merges at random (dropout {tokenizer.backend_tokenizer.model.dropout})",
+            "The ensemble ignores the dropout, but if you encode prompts with this tokenizer, you get different ids "
+            "every time.",
             "Encode prompts with `ensemble.tokenizer`, or set `tokenizer.backend_tokenizer.model.dropout = None`.",
         )
     if token_bytes.num_rowless:
         yield Finding(
             name,
             "head",
-            f"its tokenizer has {token_bytes.num_rowless} tokens more than the model has rows for ({member.vocab_size})",
-            "The model can neither read nor write them; text that spells them is read in pieces.",
+            f"its tokenizer has {token_bytes.num_rowless} more tokens than the model has rows ({member.vocab_size})",
+            "The model can neither read nor write these tokens; text that spells them is read in pieces.",
             "Use the tokenizer that the model was trained with, or call the model's `resize_token_embeddings` and train it.",
         )
 
@@ -78,8 +82,9 @@ def _check_ends(member: Member) -> Iterator[Finding]:
             name,
             "BOS",
             f"its tokenizer puts {tokenizer.bos_token!r} in front of a text twice",
-            "Models are trained with one, and answer worse after two.",
-            "Mend the tokenizer's post-processor, or set `add_bos_token=False` where the post-processor adds one as well.",
+            "Models are trained with one, and perform worse with two.",
+            "Fix the tokenizer's post-processor. If the post-processor adds the token as well, set "
+            "`add_bos_token=False`.",
         )
     own = tokenizer.eos_token_id
     if own is not None and own not in member.eos_token_ids:
@@ -87,7 +92,8 @@ def _check_ends(member: Member) -> Iterator[Finding]:
         yield Finding(
             name,
             "EOS",
-            f"its configuration ends texts with {ends}, its tokenizer's EOS token is {tokenizer.eos_token!r} (id {own})",
-            "If the model writes that one, its texts run on until `max_new_tokens`.",
-            f"Name it too: `MemberConfig(eos_token_id=[{own}])`, if the model was trained to end so.",
+            f"its configuration ends texts with {ends}, but its tokenizer's EOS token is {tokenizer.eos_token!r} (id "
+            f"{own})",
+            "If the model writes the tokenizer's EOS, its texts continue until `max_new_tokens`.",
+            f"Add that id too, if the model was trained to end with it: `MemberConfig(eos_token_id=[{own}])`.",
         )

@@ -52,8 +52,8 @@ def weights_from_scores(scores: Sequence[float], chance: float = 0.0) -> list[fl
     total = math.fsum(above)
     if total == 0:
         raise ConfigurationError(
-            f"no score is above the chance level {chance:g}: the best is {max(values):g}. Give both on one scale, or "
-            "leave the weights uniform."
+            f"no score is above the chance level {chance:g}: the best is {max(values):g}. Give both on the same "
+            "scale, or use uniform weights."
         )
     return [value / total for value in above]
 
@@ -111,9 +111,7 @@ def packllm_weights(
         losses.append(_losses_per_byte(member, rows))
     loss = torch.stack(losses, dim=-1)  # (num_prompts, M)
     if impossible := loss.isinf().all(-1).nonzero()[:, 0].tolist():
-        raise MemberError(
-            f"no member gives prompt {impossible[0]} any probability, so that it can weigh none of them."
-        )
+        raise MemberError(f"no member gives prompt {impossible[0]} any probability, so they cannot be weighted by it.")
     entry = members[0].encoder.token_bytes.entry
     num_tokens = [sum(1 for i in row if entry(i)) for row in prompts.ids]
     bytes_per_token = torch.tensor([len(text) / n for text, n in zip(prompts.texts, num_tokens, strict=True)])
@@ -128,8 +126,8 @@ def _losses_per_byte(member: Member, rows: Sequence[list[int]]) -> Tensor:
     for n, pair in enumerate(pairs):
         if pair.num_bytes == 0:
             raise ConfigurationError(
-                f"member {member.name!r} has nothing to predict in prompt {n}, which is "
-                f"{token_bytes.write_from_start(rows[n])!r} to it. Give longer prompts, or weights of another kind."
+                f"member {member.name!r} has nothing to predict in prompt {n}, which it reads as "
+                f"{token_bytes.write_from_start(rows[n])!r}. Give longer prompts, or other weights."
             )
     losses = []
     for pair, score in zip(pairs, score_by_member([member], {0: pairs})[0], strict=True):

@@ -137,16 +137,18 @@ def select_members(
     options = {"max_new_tokens": max_new_tokens, **generate_options}
     if scores is None:
         if mean_lengths is not None or responses is not None:
-            raise ConfigurationError("`mean_lengths` and `responses` are measured where `examples` are given.")
+            raise ConfigurationError(
+                "`mean_lengths` and `responses` are measured when you give `examples`: leave them out."
+            )
         figures, responses = _measure(candidates, examples, metric, {"batch_size": batch_size, **options})
     else:
         if given := [name for name, value in {"metric": metric, **options}.items() if value is not None]:
-            raise ConfigurationError(f"`{given[0]}` has no use where `scores` are given.")
+            raise ConfigurationError(f"`{given[0]}` has no effect if `scores` are given: leave it out.")
         figures = _figures("scores", scores, len(names))
         if 0 < max(figures) <= 1 < max_gap:
             raise ConfigurationError(
                 f"`scores` are in points (percent), but the best is {max(figures):g}. Give percent, or a `max_gap` on "
-                "their scale."
+                "the same scale."
             )
     lengths = _lengths(mean_lengths, responses, len(names))
     order = sorted(range(len(names)), key=lambda i: -figures[i])
@@ -238,7 +240,7 @@ def _measure(
 ) -> tuple[list[float], list[list[str]]]:
     """Run every candidate on the development set: their scores in points, and their responses."""
     if not isinstance(candidates, EnsembleForCausalLM):
-        raise ConfigurationError("`candidates` has to be an ensemble where members are run, not a list of names.")
+        raise ConfigurationError("`candidates` has to be an ensemble to run its members, not a list of names.")
     if metric is None:
         raise ConfigurationError("`metric` must be given with `examples`.")
     dev_set = DevSet(examples, metric)
@@ -247,8 +249,8 @@ def _measure(
     for member, value in zip(candidates.member_views, values, strict=True):
         if not 0 <= value <= 1:
             raise ConfigurationError(
-                f"the metric has to give numbers from 0 to 1, but its mean for {member.name!r} is {value:g}. Divide it "
-                "by the greatest that it can give."
+                f"the metric has to return numbers from 0 to 1, but its mean for {member.name!r} is {value:g}. Divide "
+                "it by its greatest value."
             )
     return [100 * value for value in values], responses
 

@@ -159,7 +159,7 @@ def tune_method(
 def _read_point(part: dict[str, Any], num_prompts: int) -> tuple[str, tuple[list[str], float]]:
     responses = part["responses"]
     if not are_texts(responses) or len(responses) != num_prompts:
-        raise ValueError(f"`responses` is no list of {num_prompts} texts")
+        raise ValueError(f"`responses` is not a list of {num_prompts} texts")
     return json.dumps(part["point"]), (responses, float(part["seconds"]))
 
 
@@ -183,7 +183,7 @@ def _points(
         own_weights = changes.pop("weights", weights)
         if own_weights is not None and not isinstance(own_weights, (list, tuple)):
             raise ConfigurationError(
-                f"weights that are searched, or stay the same in a search, have to be lists, but are {own_weights!r:.200}."
+                f"weights have to be lists if they are searched or kept in a search, but are {own_weights!r:.200}."
             )
         method = dataclasses.replace(base, **changes)
         method.check_members(num_members)

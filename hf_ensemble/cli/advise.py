@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
         check_place(Path(args.output))
     tried = [arguments.read_configuration(text) for text in args.methods]
     if any(weights is not None for _, weights in tried):
-        raise UsageError("`--methods` takes no weights: those of members are tried by themselves.")
+        raise UsageError("`--methods` takes no weights: `advise` tries weights by itself.")
     path, *worked = args.data
     if len(worked) > 1:
         raise UsageError(f"`--data` takes one file or two, but got {len(args.data)}.")
@@ -52,4 +52,4 @@ def run(args: argparse.Namespace) -> None:
         doubt = "" if advice.pays else ", though not decided"
         print(f"saved{doubt}: {args.save}", file=sys.stderr)
     elif args.save is not None:
-        print("nothing is saved, since nothing is advised", file=sys.stderr)
+        print("nothing is saved, because nothing is advised", file=sys.stderr)

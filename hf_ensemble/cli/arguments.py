@@ -52,7 +52,7 @@ def _per_member(name: str, args: argparse.Namespace, places: Sequence[int]) -> A
         return values[0] if values else None
     if len(values) != count:
         raise UsageError(
-            f"`--{name.replace('_', '-')}` takes one value, or one a member: got {len(values)} for {count} members."
+            f"`--{name.replace('_', '-')}` takes one value, or one per member: got {len(values)} for {count} members."
         )
     return [values[place] for place in places]
 
@@ -66,7 +66,7 @@ def read_method(args: argparse.Namespace) -> MethodConfig | None:
     name, pairs = getattr(args, "method", None), getattr(args, "option", [])
     if name is None:
         if pairs:
-            raise UsageError(f"`--option {pairs[0]}` needs the `--method` that it belongs to.")
+            raise UsageError(f"`--option {pairs[0]}` needs `--method`, the method that it belongs to.")
         return None
     try:
         kind = method_class(name)
@@ -99,7 +99,7 @@ def read_configuration(text: str) -> Configuration:
         weights = [float(weight) for weight in listed.split(",")] if at else None
     except ValueError:
         raise UsageError(
-            f"a method has to be METHOD:KEY=VALUE,…@WEIGHT,…, but the weights in {text!r} are no numbers."
+            f"a method has to be METHOD:KEY=VALUE,…@WEIGHT,…, but the weights in {text!r} are not numbers."
         ) from None
     return Configuration(method, weights)
 
@@ -112,10 +112,10 @@ def check_free(folder: str) -> None:
     """
     path = Path(folder)
     if path.exists():
-        raise UsageError(f"`--save {folder}` exists already: name a folder that does not.")
+        raise UsageError(f"`--save {folder}` exists already: choose a new folder.")
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir():
-        raise UsageError(f"`--save {folder}` cannot be made: {above} is no folder.")
+        raise UsageError(f"`--save {folder}` cannot be created: {above} is not a folder.")
 
 
 def _read_value(argument: str, text: str, hint: Any) -> Any:
@@ -177,7 +177,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if not prompts:
         raise UsageError("there is no prompt: give one as an argument before `--members`, in a `--file`, or on stdin.")
     if not all(prompts):
-        raise UsageError("a prompt is empty: give some text to go on from.")
+        raise UsageError("a prompt is empty: give some text to continue.")
     return prompts
 
 
@@ -196,7 +196,7 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
     options["max_new_tokens"] = args.max_new_tokens
     if args.stop:
         if "" in args.stop:
-            raise UsageError("`--stop` has to be a text that is not empty: every text ends with nothing.")
+            raise UsageError("`--stop` has to be a non-empty text, because every text ends with the empty one.")
         options["stop_strings"] = args.stop
     for key, text in _pairs("set", args.set):
         options[key] = _read_json(text)

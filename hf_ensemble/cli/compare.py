@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _block(text: dict[str, Any]) -> str:
-    per_token = f"{1000 * text['seconds'] / max(text['num_tokens'], 1):.0f} ms a token"
+    per_token = f"{1000 * text['seconds'] / max(text['num_tokens'], 1):.0f} ms per token"
     return f"--- {text['name']} ({text['num_tokens']} tokens, {per_token})\n{text['text']}\n"
 
 

@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> None:
         check_ending(args.responses, RESPONSES_ENDINGS)
         if not any("write" in works_for(one, wanted) for one in sets):
             raise UsageError(
-                "`--responses` needs something written, but none of these measures and files takes it: ask for "
-                "exact_match, F1, chrF or BLEU of a file of questions."
+                "`--responses` needs a measure of written text, but none of the chosen measures and files has one: "
+                "ask for exact_match, F1, chrF or BLEU on a file of questions."
             )
     also = {text: arguments.read_configuration(text) for text in args.also}
     options = {name: getattr(args, name) for name in ("max_new_tokens", "batch_size", "state_file", "time_limit")}
@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> None:
     if args.responses is not None:
         result.write_responses(args.responses)
     if not result.is_complete:
-        again = "" if args.state_file is None else ": run the same command again to go on"
+        again = "" if args.state_file is None else ": run the same command again to continue"
         raise EnsembleError(f"the time limit came before the end{again}.")
 
 
 def _read_set(paths: list[str], limit: int | None, skip_damaged: bool) -> EvaluationSet:
     if len(paths) > 2:
-        raise UsageError(f"`--data` takes one file or two, but got {len(paths)}: repeat it for other sets.")
+        raise UsageError(f"`--data` takes one file or two, but got {len(paths)}: repeat `--data` for other sets.")
     path, *worked = paths
     return read_set(path, worked_examples=worked[0] if worked else None, limit=limit, skip_damaged=skip_damaged)

@@ -15,10 +15,10 @@ MEASURES = ("exact_match", "F1", "accuracy", "normalized_accuracy", "bits_per_by
 DEFAULT_MEASURES = MEASURES[:-2]
 
 CHAT_COMMANDS = """\
-/reset        forget the conversation, not the system message
-/system TEXT  set the system message, and forget the conversation; without TEXT: no system message
+/reset        start a new conversation with the same system message
+/system TEXT  set the system message and start a new conversation; without TEXT: no system message
 /save FILE    write the conversation as JSON
-/exit         end, as does the end of the input (Ctrl-D)
+/exit         end the chat, like Ctrl-D
 Ctrl-C interrupts an answer.
 """
 
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         )
         for add in (*groups, add_own):
             add(command)
-        command.add_argument("--traceback", action="store_true", help="show all of an error, not one line")
+        command.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
     return parser
 
 
@@ -133,8 +133,8 @@ def _select(parser: argparse.ArgumentParser) -> None:
       --responses  a text, or what `hf-ensemble generate --json` writes
     """
     add = parser.add_argument_group("scores, given or measured").add_argument
-    add("--scores", nargs="+", type=float, metavar="POINTS", help="one a candidate, in percent")
-    add("--responses", nargs="+", metavar="FILE", help="one a candidate, to compare their lengths")
+    add("--scores", nargs="+", type=float, metavar="POINTS", help="one per candidate, in percent")
+    add("--responses", nargs="+", metavar="FILE", help="one per candidate, to compare their lengths")
     add("--mean-lengths", nargs="+", type=float, metavar="LENGTH", help="one a candidate")
     add("--examples", metavar="FILE", help="development set to run every candidate on")
     add("--metric", choices=METRICS, help="how an answer is compared with its reference")
@@ -143,7 +143,7 @@ def _select(parser: argparse.ArgumentParser) -> None:
     add("--max-members", type=int, metavar="N", help="default: no limit")
     add("--max-gap", type=float, default=10.0, metavar="POINTS", help="below the best; default: 10")
     add("--max-length-ratio", type=float, default=2.0, metavar="RATIO", help="default: 2")
-    add("--save", metavar="FOLDER", help="save an ensemble of the chosen there, the best as the primary")
+    add("--save", metavar="FOLDER", help="save an ensemble of the chosen members there, with the best as the primary")
 
 
 def _eval(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +169,7 @@ def _eval(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar=("FILE", "WORKED"),
-        help="examples, and a file of worked ones that are put before each; can be repeated",
+        help="examples, and a file of worked examples that are put before each; can be repeated",
     )
     add(
         "--also",
@@ -178,30 +178,30 @@ def _eval(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:KEY=VALUE,…][@WEIGHT,…]",
         help="further methods, each a row of the table",
     )
-    add("--no-members", action="store_true", help="leave out the members alone")
+    add("--no-members", action="store_true", help="leave out the single members")
     add(
         "--measures",
         nargs="+",
         choices=MEASURES,
         default=list(DEFAULT_MEASURES),
-        help="default: all but chrF and BLEU, which need hf_ensemble[translation]",
+        help="default: all but chrF and BLEU, which need sacrebleu",
     )
     add("--limit", type=int, metavar="N", help="most examples of a file")
-    add("--skip-damaged", action="store_true", help="leave out examples of no known form")
+    add("--skip-damaged", action="store_true", help="skip examples of unknown form")
     add = parser.add_argument_group("how it runs").add_argument
-    add("--max-new-tokens", type=int, default=32, metavar="N", help="of an answer; default: 32")
+    add("--max-new-tokens", type=int, default=32, metavar="N", help="per answer; default: 32")
     _add_batch_size(add)
-    add("--state-file", metavar="FILE", help="keeps what is done, so that the same command goes on")
+    add("--state-file", metavar="FILE", help="keeps finished work, so that the same command continues it")
     add(
         "--time-limit",
         type=float,
         metavar="SECONDS",
-        help="stop before, with all systems on the same examples, drawn at random; exit code 1 if work is left",
+        help="stop early, with all systems on the same examples, drawn at random; exit code 1 if work is left",
     )
-    add = parser.add_argument_group("output beside the table on stdout").add_argument
+    add = parser.add_argument_group("output in addition to the table on stdout").add_argument
     add("--table", type=Path, metavar="FILE", help="a table: .md, .txt, .csv, .json")
     add("--plot", type=Path, metavar="FILE", help="a plot: .svg, .png, .pdf")
-    add("--responses", type=Path, metavar="FILE", help="all that was written, and what it is worth: .jsonl")
+    add("--responses", type=Path, metavar="FILE", help="all responses with their scores: .jsonl")
 
 
 def _advise(parser: argparse.ArgumentParser) -> None:
@@ -220,7 +220,7 @@ def _advise(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar=("FILE", "WORKED"),
-        help="examples, and perhaps a file of worked ones that are put before each",
+        help="examples, optionally with a file of worked examples that are put before each",
     )
     add("--limit", type=int, metavar="N", help="most examples of the file")
     add("--marking", choices=("text", "number"), default="text", help="how answers are compared; default: text")
@@ -232,15 +232,21 @@ def _advise(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:KEY=VALUE,…]",
         help="default: gac, unite, spans of one and of four words, vote, mbr, rerank",
     )
-    add("--least-gain", type=float, default=0.01, metavar="GAIN", help="that is worth it; default: 0.01, one point")
+    add(
+        "--least-gain",
+        type=float,
+        default=0.01,
+        metavar="GAIN",
+        help="gain that is worth it; default: 0.01, one point",
+    )
     add = parser.add_argument_group("how it runs").add_argument
-    add("--minutes", type=float, default=10.0, metavar="MINUTES", help="most time, loading aside; default: 10")
-    add("--max-new-tokens", type=int, default=32, metavar="N", help="of an answer; default: 32")
+    add("--minutes", type=float, default=10.0, metavar="MINUTES", help="time limit, not counting loading; default: 10")
+    add("--max-new-tokens", type=int, default=32, metavar="N", help="per answer; default: 32")
     _add_batch_size(add)
-    add("--state-folder", metavar="FOLDER", help="keeps what is done, so that the same command goes on")
-    add = parser.add_argument_group("what is written beside the advice").add_argument
+    add("--state-folder", metavar="FOLDER", help="keeps finished work, so that the same command continues it")
+    add = parser.add_argument_group("output in addition to the advice").add_argument
     add("--page", type=Path, metavar="FILE", help="a page with plots: .html")
-    add("--save", metavar="FOLDER", help="save the chosen ensemble there, unless it does not pay")
+    add("--save", metavar="FOLDER", help="save the chosen ensemble there, unless the answer is no")
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:
@@ -252,19 +258,17 @@ def _serve(parser: argparse.ArgumentParser) -> None:
       hf-ensemble serve --members chat-a model-b --method gac --weights 0.7 0.3 --host 0.0.0.0 --api-key-env MY_KEY
     """
     parser.add_argument("--host", default="localhost", help="default: localhost")
-    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 for any that is free")
-    parser.add_argument("--name", help="name of the model that clients ask for (default: the members' names, with +)")
-    parser.add_argument("--enable-cors", action="store_true", help="let pages of other hosts ask")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 for any free port")
+    parser.add_argument("--name", help="model name that clients use (default: the members' names, joined by +)")
+    parser.add_argument("--enable-cors", action="store_true", help="allow pages of other hosts to ask")
     parser.add_argument("--log-level", default="info", choices=["error", "warning", "info", "debug"])
-    parser.add_argument(
-        "--api-key-env", metavar="NAME", help="variable of the environment that holds the key of clients"
-    )
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the key of clients")
     add = parser.add_argument_group("limits").add_argument
-    add("--max-batch", type=int, help="texts that are written together (default: 32)")
+    add("--max-batch", type=int, help="texts written together (default: 32)")
     add("--max-waiting", type=int, help="texts that may wait; more is a 503 (default: 256)")
-    add("--max-new-tokens", type=int, help="that a request may ask for; more is a 400 (default: 4096)")
-    add("--max-seconds", type=float, help="until a request is given up with a 504 (default: 600)")
-    add("--max-body-bytes", type=int, help="of a request; more is a 413 (default: 1048576)")
+    add("--max-new-tokens", type=int, help="most tokens per request; more is a 400 (default: 4096)")
+    add("--max-seconds", type=float, help="most seconds per request; more is a 504 (default: 600)")
+    add("--max-body-bytes", type=int, help="most bytes of a request body; more is a 413 (default: 1048576)")
 
 
 # Arguments that several commands take
@@ -277,20 +281,24 @@ def _add_members(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="MODEL",
-        help="Hub ids or paths, the primary first, or that of a saved ensemble",
+        help="Hub ids or paths, the primary first, or one saved ensemble",
     )
-    add("--dtype", nargs="+", help="of the weights: one, or one a member")
-    add("--device-map", nargs="+", help="where the weights go: one, or one a member")
-    add("--revision", nargs="+", help="branch, tag or commit on the Hub: one, or one a member")
-    add("--allow-remote", action="store_true", help="let a saved ensemble reach its servers and start its actors")
+    add("--dtype", nargs="+", help="of the weights: one, or one per member")
+    add("--device-map", nargs="+", help="device of the weights: one, or one per member")
+    add("--revision", nargs="+", help="branch, tag or commit on the Hub: one, or one per member")
+    add(
+        "--allow-remote",
+        action="store_true",
+        help="allow a saved ensemble to contact its servers and start its actors",
+    )
     add("--member-key-env", metavar="NAME", help="environment variable with the key for a saved ensemble's servers")
 
 
 def _add_method(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("method").add_argument
-    add("--method", help="name of a method; a wrong one shows them all (default: as saved, else unite)")
+    add("--method", help="name of a method; a wrong name lists them all (default: as saved, else unite)")
     _add_pairs(add, "--option", "an option of the method; can be repeated")
-    add("--weights", nargs="+", type=float, metavar="WEIGHT", help="mixing weights, one a member")
+    add("--weights", nargs="+", type=float, metavar="WEIGHT", help="mixing weights, one per member")
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -327,7 +335,7 @@ def _add_batch_size(add: Any, what: str = "") -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="JSON instead of text")
-    add("--output", metavar="FILE", help="write there, and only once all is done (default: stdout)")
+    add("--output", metavar="FILE", help="write there, once everything is done (default: stdout)")
 
 
 _COMMANDS: tuple[tuple[Callable[[argparse.ArgumentParser], None], ...], ...] = (

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> None:
     if (args.scores is None) == (args.examples is None):
         raise UsageError("give either `--scores`, or `--examples` and a `--metric` to measure them with.")
     if (args.examples is None) != (args.metric is None):
-        raise UsageError("`--examples` and `--metric` belong together.")
+        raise UsageError("`--examples` and `--metric` need each other: give both.")
     if args.save is not None:
         arguments.check_free(args.save)
     limits = {name: getattr(args, name) for name in ("max_members", "max_gap", "max_length_ratio")}
@@ -52,7 +52,7 @@ def _read_example(line: Any) -> Any:
 def _read_responses(path: str) -> Sequence[str]:
     texts: list[Any] = [line.get("text") if isinstance(line, dict) else line for line in read_json_lines(path)]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise ConfigurationError(f"{path!r} has to hold a text, or an object with a `text`, in each line.")
+        raise ConfigurationError(f"{path!r} has to hold a text, or an object with a `text`, on each line.")
     return texts
 
 

@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> None:
     if args.api_key_env is not None:
         key = os.environ.get(args.api_key_env)
         if not key:
-            raise UsageError(f"--api-key-env: the environment has no {args.api_key_env}, or it is empty.")
+            raise UsageError(f"--api-key-env: the environment variable {args.api_key_env} does not exist or is empty.")
     names = [field.name for field in dataclasses.fields(serving.Limits)]
     limits = serving.Limits(**{name: getattr(args, name) for name in names if getattr(args, name) is not None})
     ensemble = arguments.load_ensemble(args)

@@ -192,7 +192,7 @@ def refuse_for_primary_elsewhere(call: Call) -> None:
         ConfigurationError: If something of it is asked for.
     """
     settings, primary = call.settings, call.members[0]
-    inside = "nothing here can look inside"
+    inside = "this process cannot look inside it"
     caches = "it keeps a cache of its own"
     cache = settings.cache_implementation
     refuse(

@@ -51,13 +51,13 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         if self._config.decides != "tokens":
             what = "spans of several tokens" if self._config.decides == "spans" else "whole answers"
             raise ConfigurationError(
-                f"method {self._config.name!r} decides over {what}, which no logits processor can do. Use "
+                f"method {self._config.name!r} decides over {what}, which a logits processor cannot do. Use "
                 "`EnsembleForCausalLM`."
             )
         if self._config.draws_one or self._config.greedy_only:
             raise ConfigurationError(
-                f"these options of method {self._config.name!r} need to know how the token is chosen, which no logits "
-                "processor does. Use `EnsembleForCausalLM`."
+                f"these options of method {self._config.name!r} need to know how the token is chosen, but a logits "
+                "processor does not know. Use `EnsembleForCausalLM`."
             )
         self._config.check_members(len(models))
         self._weights = weights

@@ -301,8 +301,8 @@ class LiveRows:
         """
         for _, member, limit in self._full_rows():
             raise MemberError(
-                f"member {member.name!r} has positions for {limit} ids, which are used up after {self.num_steps} new ids. "
-                "Ask for fewer."
+                f"member {member.name!r} has positions for {limit} ids, which are used up after {self.num_steps} new "
+                "ids. Ask for fewer new ids."
             )
 
     def _full_rows(self) -> Iterator[tuple[int, Member, int]]:

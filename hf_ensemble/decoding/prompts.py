@@ -60,7 +60,8 @@ class OwnPrompts:
         given = [None] * count if member_prompts is None else member_prompts
         if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) != count:
             raise ConfigurationError(
-                f"`member_prompts` must be a list with one entry for each of the {count} members, but is {given!r:.200}."
+                f"`member_prompts` must be a list with one entry for each of the {count} members, but is "
+                f"{given!r:.200}."
             )
         texts = [list(entry) if isinstance(entry, (list, tuple)) else [entry] * num_rows for entry in given]
         for member, rows in zip(members, texts, strict=True):
@@ -71,7 +72,7 @@ class OwnPrompts:
                 )
         if any(text is not None for text in texts[0]):
             raise ConfigurationError(
-                "the primary reads `input_ids`: give None as its entry of `member_prompts`, or no `input_ids`."
+                "the primary reads `input_ids`: pass None as its entry of `member_prompts`, or leave out `input_ids`."
             )
         self.texts = list(zip(*texts, strict=True))
         self.starts: list[int] | None = None
@@ -109,7 +110,7 @@ def encode_primary_prompt(primary: Member, given: Any) -> tuple[Tensor, Tensor]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) for text in texts):
         raise ConfigurationError(
-            f"`member_prompts` of the primary {primary.name!r} must be a text or a list of texts, or None beside "
+            f"`member_prompts` of the primary {primary.name!r} must be a text or a list of texts, or None if you pass "
             f"`input_ids`, but is {texts!r:.200}."
         )
     # Its tokenizer may have no padding token.
@@ -167,15 +168,15 @@ def _check_ids(primary: Member, ids: Any, mask: Tensor | None) -> None:
             f"`input_ids` has to be of shape (batch_size, length) and integer, but is {tuple(ids.shape)}, {ids.dtype}."
         )
     if ids.shape[0] == 0:
-        raise ConfigurationError("`input_ids` holds no row: give at least one prompt.")
+        raise ConfigurationError("`input_ids` has no rows: give at least one prompt.")
     if mask is not None and mask.shape != ids.shape:
         raise ConfigurationError(
-            f"`attention_mask` has shape {tuple(mask.shape)}, but `input_ids` has {tuple(ids.shape)}: pass the whole "
-            "text, also with a cache."
+            f"`attention_mask` has shape {tuple(mask.shape)}, but `input_ids` has {tuple(ids.shape)}: it has to cover "
+            "the whole text, also with a cache."
         )
     outside = ids[(ids < 0) | (ids >= primary.vocab_size)]
     if outside.numel():
-        raise messages.id_outside(f"`input_ids` holds {int(outside[0])}", primary.name, primary.vocab_size)
+        raise messages.id_outside(f"`input_ids` contains {int(outside[0])}", primary.name, primary.vocab_size)
 
 
 def read_prompts(
@@ -234,7 +235,7 @@ def read_prompts(
             if not all(context.ids for context in contexts[index]):
                 raise ConfigurationError(
                     f"member {member.name!r} has nothing to start from: a prompt is empty, and its tokenizer has "
-                    "neither a BOS nor an EOS token. Give a prompt that is not empty."
+                    "neither a BOS nor an EOS token. Give a non-empty prompt."
                 )
         lengths = [len(context.ids) for context in contexts.get(index, [])] if index else list(map(len, distinct))
         if member.max_positions is not None and max(lengths, default=0) > member.max_positions:
@@ -275,7 +276,7 @@ def _warn_of_control_tokens(primary: Member, rows: Sequence[Sequence[int]]) -> N
     if dropped:
         tokens = primary.tokenizer.convert_ids_to_tokens(sorted(dropped))
         messages.warn(
-            f"the prompt holds control tokens of the primary {primary.name!r}, which the other members do not read: "
-            f"{', '.join(tokens)}. For a conversation, pass the ids of `ensemble.apply_chat_template(messages, ...)` as "
-            "they are: every member then reads it in its own template."
+            f"the prompt contains control tokens of the primary {primary.name!r}, which the other members do not "
+            f"read: {', '.join(tokens)}. For a conversation, pass the ids of `ensemble.apply_chat_template(messages, "
+            "...)` unchanged: then every member reads it in its own template."
         )

@@ -11,11 +11,11 @@ _NOT_FOR_ENSEMBLES = {
     "guidance_scale": "it would run the primary alone a second time",
     "token_healing": "it rewrites the prompt in the primary's tokens only",
     "watermarking_config": "its green lists are made for one vocabulary",
-    "prompt_lookup_num_tokens": 'its drafts are checked by the primary only. Pass `speculation="ngram"` instead',
-    "assistant_early_exit": "its drafts are checked by the primary only",
+    "prompt_lookup_num_tokens": 'only the primary would check its drafts. Pass `speculation="ngram"` instead',
+    "assistant_early_exit": "only the primary would check its drafts",
     "penalty_alpha": "it needs the primary's hidden states for every candidate",
     "dola_layers": "it contrasts layers of the primary only",
-    "use_mtp": "multi-token prediction drafts are not checked by the other members",
+    "use_mtp": "the other members do not check multi-token prediction drafts",
 }
 
 
@@ -91,8 +91,8 @@ def refuse_without_output(settings: GenerationConfig) -> None:
     """
     if not settings.return_dict_in_generate:
         raise ConfigurationError(
-            "`output_decisions` gives `decisions` of the output object: pass `return_dict_in_generate=True` too."
+            "`output_decisions` puts `decisions` into the output object: pass `return_dict_in_generate=True` too."
         )
     beams = settings.num_beams
-    why = "beams are chosen by the probabilities of whole texts, so nobody decides a token. Pass `num_beams=1`"
+    why = "beams are chosen by the probabilities of whole texts, so no member decides a token. Pass `num_beams=1`"
     refuse([Obstacle(beams not in (None, 1), "`output_decisions`", why)], f"`num_beams={beams}`")

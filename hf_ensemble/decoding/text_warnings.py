@@ -19,7 +19,7 @@ def warn_of_losses(states: Mapping[int, MemberState], warned: set[int]) -> None:
             warned.add(index)
             messages.warn(
                 f"member {state.member.name!r} does not read the text exactly: its tokenizer rewrites some of it, or "
-                "cannot write it. What the ensemble writes is not affected."
+                "cannot write it. The ensemble's text is not affected."
             )
 
 
@@ -37,6 +37,6 @@ def warn_of_control(primary: Member, primary_id: int, end_ids: Collection[int], 
     warned.add(primary_id)
     token = primary.tokenizer.convert_ids_to_tokens(primary_id)
     messages.warn(
-        f"the primary {primary.name!r} wrote the control token {token!r} (id {primary_id}), which writes no "
-        f"text and does not end the row. If it should end it, pass `eos_token_id` with {primary_id} in it."
+        f"the primary {primary.name!r} wrote the control token {token!r} (id {primary_id}), which adds no text and "
+        f"does not end the row. If it should end the row, pass `eos_token_id` with {primary_id} in it."
     )

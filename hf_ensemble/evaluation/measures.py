@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from ..errors import ConfigurationError
+from ..optional_packages import not_installed
 from .estimates import Estimate, bootstrap, ratio, share
 from .sets import EvaluationSet, Item, Kind
 
@@ -201,10 +202,7 @@ class _Metrics:
         try:
             from sacrebleu.metrics import BLEU, CHRF
         except ImportError as error:
-            raise ConfigurationError(
-                "the measures chrF and BLEU are computed by `sacrebleu`, which is not installed: "
-                '`pip install "hf_ensemble[translation]"` or `pip install sacrebleu`, or leave them out of `measures`.'
-            ) from error
+            raise not_installed("chrF and BLEU are among `measures`", "sacrebleu") from error
         self.chrf, self.bleu, self.bleu_alone = CHRF(), BLEU(), BLEU(effective_order=True)
 
 

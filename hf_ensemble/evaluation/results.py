@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from ..files import check_ending, whole_file
+from ..optional_packages import not_installed
 from ..pages import tables_in_notebook
 from ..tables import aligned
 from .estimates import NO_ESTIMATE, Estimate
@@ -33,9 +34,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigurationError(
-            'a plot needs `matplotlib`, which is not installed: `pip install "hf_ensemble[plot]"`.'
-        ) from error
+        raise not_installed("this run draws a plot", "matplotlib") from error
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Evaluation:
     def _marks_of(self, set_name: str, measure: str) -> Marks:
         if (set_name, measure) not in self._marks:
             known = "; ".join(f"{name}, {own}" for name, own in self._marks)
-            raise ConfigurationError(f"{set_name!r} was not measured by {measure!r}. There are: {known or 'none'}.")
+            raise ConfigurationError(f"{set_name!r} was not measured by {measure!r}. Measured: {known or 'nothing'}.")
         return self._marks[set_name, measure]
 
     @property
@@ -159,8 +158,8 @@ class Evaluation:
         written = [own for own in self._outcomes if own.work == "write"]
         if not written:
             raise ConfigurationError(
-                "there are no responses, since no set and measure takes any: ask for exact match, F1, chrF or BLEU of a "
-                "set of questions."
+                "there are no responses, because none was needed: ask for exact match, F1, chrF or BLEU of a set of "
+                "questions."
             )
         with whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
             for own in written:
@@ -231,7 +230,9 @@ class Evaluation:
         return list(columns), list(dict.fromkeys(result.system for result in self.results))
 
     def _remarks(self) -> list[str]:
-        return [f"nothing to measure in {name}: none of these measures is for such a set" for name in self.unmeasured]
+        return [
+            f"nothing to measure in {name}: none of these measures applies to such a set" for name in self.unmeasured
+        ]
 
     def to_records(self) -> list[dict[str, Any]]:
         """The results as dictionaries of plain values, intervals as `low` and `high`."""

@@ -253,8 +253,8 @@ def evaluate(
     idle = [runner.name for runner in runners if all(job.runner is not runner for job in jobs)]
     if idle and shared:
         raise ConfigurationError(
-            f"{idle[0]!r} chooses among whole answers and gives no text a likelihood, but all that is measured here are "
-            "likelihoods: ask for a measure of what is written, of a set of questions."
+            f"{idle[0]!r} chooses among whole answers and has no likelihoods, but only likelihoods are measured here: "
+            "ask for a measure of written text, on a set of questions."
         )
     for job in jobs:
         job.check()
@@ -300,7 +300,7 @@ class _Kept:
         outcomes = dict(part["outcomes"])
         wanted = str if part["label"]["work"] == "write" else list
         if not all(isinstance(outcome, wanted) for outcome in outcomes.values()):
-            raise ValueError(f"an outcome is no {wanted.__name__}")
+            raise ValueError(f"an outcome is not a {wanted.__name__}")
         each = float(part["seconds"]) / max(1, len(outcomes))
         self.known[hash_of(part["label"])].update((key, (outcome, each)) for key, outcome in outcomes.items())
 

@@ -122,7 +122,8 @@ class EvaluationSet:
         """
         if self.marking != "text":
             raise ConfigurationError(
-                f"F1 is for answers marked as 'text', but {self.name!r} has `marking` {self.marking!r}: use exact match."
+                f"F1 needs answers marked as 'text', but {self.name!r} has `marking` {self.marking!r}: use exact "
+                "match."
             )
         words = normalize_answer(self.answer(response)).split()
         if not words:
@@ -203,12 +204,14 @@ def read_set(
                 damaged.append(n)
                 continue
             raise ConfigurationError(
-                f"example {n} of {name!r} has no known form: it needs 'question' and 'answer' (with choices 'A', 'B', …, "
-                f"one of their letters), 'prompt' and 'reference', or 'text', none of them empty, but is {record!r:.200}. Mend "
-                "it, or leave such examples out with `skip_damaged=True`."
+                f"example {n} of {name!r} has no known form: it needs 'question' and 'answer' (with choices 'A', 'B', "
+                "…, one of their letters), 'prompt' and 'reference', or 'text', none of them empty, but is "
+                f"{record!r:.200}. Fix it, or skip such examples with `skip_damaged=True`."
             ) from error
         if kind not in (None, own_kind):
-            raise ConfigurationError(f"example {n} of {name!r} is of {own_kind}, but those before are of {kind}.")
+            raise ConfigurationError(
+                f"example {n} of {name!r} is a {own_kind} example, but the ones before are of kind {kind}."
+            )
         if marking == "number" and not all(_NUMBER.search(answer) for answer in item.accepted):
             raise ConfigurationError(
                 f"example {n} of {name!r} has an answer without a number: {item.accepted!r:.200}."
@@ -217,7 +220,8 @@ def read_set(
         items.append(item)
     if damaged:
         warn(
-            f"{len(damaged)} examples of {name!r} have no known form and are left out, the first is example {damaged[0]}."
+            f"{len(damaged)} examples of {name!r} have no known form and are skipped; the first is example "
+            f"{damaged[0]}."
         )
     if kind is None:
         raise ConfigurationError(f"the set {name!r} is empty: give at least one example.")
@@ -246,5 +250,5 @@ def _item(record: Mapping[str, Any], head: str, cue: str) -> tuple[Kind, Item]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise TypeError("a text that is not empty")
+        raise TypeError("a non-empty text")
     return value

@@ -32,9 +32,9 @@ def check_placement(items: Sequence[MemberConfig], placement: Any, is_saved: boo
     for item in items:
         if item.ray is not None and is_saved and not allow_remote:
             raise ConfigurationError(
-                f"member {name_of(item)!r} of this saved ensemble is to run in a Ray actor (`ray={item.ray}`). A saved "
-                "ensemble starts something elsewhere only if you say so: pass `allow_remote=True`, or `--allow-remote` on "
-                "the command line."
+                f"member {name_of(item)!r} of this saved ensemble runs in a Ray actor (`ray={item.ray}`). A saved "
+                "ensemble starts actors only if you allow it: pass `allow_remote=True`, or `--allow-remote` on the "
+                "command line."
             )
         if placement == "ray" and not item.is_elsewhere:
             item.ray = {}
@@ -52,9 +52,9 @@ def check_actor(item: MemberConfig, config: PreTrainedConfig) -> None:
     """
     if config.is_encoder_decoder:
         raise ConfigurationError(
-            f"member {name_of(item)!r} is an encoder-decoder model ({config.model_type}), which runs in this process only, but "
-            "is to run in a Ray actor. Leave `ray` out of its `MemberConfig`, and `placement` out of the call: set `ray` for "
-            "the other members."
+            f"member {name_of(item)!r} is an encoder-decoder model ({config.model_type}), which can run in this "
+            "process only, not in a Ray actor. Leave `ray` out of its `MemberConfig`, and `placement` out of the "
+            "call: set `ray` for the other members."
         )
 
 

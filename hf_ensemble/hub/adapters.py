@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .. import messages
 from ..config import MemberConfig
 from ..errors import ConfigurationError
 from ..members.adapted import (
@@ -28,6 +27,7 @@ from ..members.adapted import (
     twin_of,
     wrapped_modules,
 )
+from ..optional_packages import not_installed
 from .references import Place, check_place, name_of
 
 _CONFIG_FILE = "adapter_config.json"
@@ -73,7 +73,7 @@ def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -
     if item.adapter is not None and Place.of_adapter(item) != place:
         raise ConfigurationError(
             f"member {name_of(item)!r} cannot have the adapter {item.adapter!r}: {item.path!r} is an adapter itself. "
-            "Give the model's own id or path, or merge the one into it first."
+            "Give the model's own id or path, or merge that adapter into the model first."
         )
     config = _checked_config(item, own)
     name = item.short_name
@@ -91,8 +91,8 @@ def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ConfigurationError(
-            f"member {name_of(item)!r} is an adapter that does not say of which model. Name it: "
-            f"`MemberConfig(path=<the model>, adapter={item.path!r})`."
+            f"member {name_of(item)!r} is an adapter that does not name its model. Name it: `MemberConfig(path=<the "
+            f"model>, adapter={item.path!r})`."
         )
     return dataclasses.replace(found, path=base, revision=None, subfolder=None, commit=None, name=name)
 
@@ -103,16 +103,16 @@ def _checked_config(item: MemberConfig, file: str) -> dict[str, Any]:
     try:
         import peft
     except ImportError as error:
-        raise messages.not_installed(what, "peft", "adapters") from error
+        raise not_installed(what, "peft") from error
     try:
         config: dict[str, Any] = json.loads(Path(file).read_text("utf-8"))
         kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{what} whose {_CONFIG_FILE} cannot be understood: {error!r}.") from error
+        raise ConfigurationError(f"{what} whose {_CONFIG_FILE} cannot be read: {error!r}.") from error
     if issubclass(kind, peft.PromptLearningConfig):
         raise ConfigurationError(
-            f"{what} of type {config['peft_type']}, which is learned vectors before the text, not weights of the model: "
-            "an ensemble cannot hold it. Use LoRA or its like."
+            f"{what} of type {config['peft_type']}, which puts learned vectors before the text instead of changing "
+            "the model's weights: an ensemble cannot use it. Use LoRA or a similar type."
         )
     return config
 
@@ -135,9 +135,10 @@ def check_adapters(models: Sequence[Any]) -> None:
         firsts[id(base)] = model
         if adapters and first is not None and (first is not model or len(adapters) > 1):
             raise ConfigurationError(
-                f"`models` lists one model in which adapters stand ({', '.join(adapters)}) more than once, and nothing says "
-                "which is meant where: all would be what is active now. Let each be loaded as a member, which shares the "
-                "model's weights too: `from_pretrained([MemberConfig(path=<the model>, adapter=<the adapter>), ...])`."
+                f"`models` lists one model that holds several adapters ({', '.join(adapters)}) more than once, and "
+                "nothing says which adapter belongs to which entry: all would use the active one. Load each adapter "
+                "as a member, which shares the model's weights too: `from_pretrained([MemberConfig(path=<the model>, "
+                "adapter=<the adapter>), ...])`."
             )
 
 
@@ -197,15 +198,15 @@ def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, An
         found = peft.set_peft_model_state_dict(model, weights)
     except Exception as error:
         remedy = (
-            " It is of another model, or of one whose embeddings were resized: then merge it into that one "
-            "(`merge_and_unload`), and let what you save be the member."
+            " It belongs to another model, or to one whose embeddings were resized. If so, merge it into that model "
+            "(`merge_and_unload`), save the result, and use it as the member."
         )
         raise ConfigurationError(f"{what}: {error}{remedy if 'size mismatch' in str(error) else ''}") from error
     missing = sorted(set(peft.get_peft_model_state_dict(model, save_embedding_layers=False)).difference(weights))
     if missing or found.unexpected_keys:
         raise ConfigurationError(
-            f"{what}: it is of another model. Weights that it lacks: {missing[:3]}; weights that nothing takes: "
-            f"{found.unexpected_keys[:3]}."
+            f"{what}: it belongs to another model. Weights that the adapter lacks: {missing[:3]}; weights that the "
+            f"model lacks: {found.unexpected_keys[:3]}."
         )
     model._hf_peft_config_loaded = True
     model.eval()
@@ -234,8 +235,8 @@ def with_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, A
     restore_trained(flags)
     if states_of_weights(model) != before:
         raise ConfigurationError(
-            f"the adapter {item.adapter!r} of member {name_of(item)!r} changes weights of the model itself, which other "
-            "members use too. Merge it into a model of its own."
+            f"the adapter {item.adapter!r} of member {name_of(item)!r} changes weights of the model itself, which "
+            "other members use too. Merge it into a copy of the model."
         )
     return twin
 
@@ -262,14 +263,18 @@ def obstacle_to_writing(model: Any) -> str | None:
     configs = getattr(model, "peft_config", None) or {}
     if not configs:
         flagged = getattr(model, "_hf_peft_config_loaded", False)
-        return "carries adapters that cannot be told from its weights. Merge them into it first" if flagged else None
+        return (
+            "carries adapters that cannot be told apart from its weights. Merge them into it first"
+            if flagged
+            else None
+        )
     base, names = base_model(model), active_adapters(model)
     if any(config.is_prompt_learning for config in configs.values()):
-        return "carries learned prompts, which are no weights of the model. Use LoRA or its like"
+        return "carries learned prompts, which are not weights of the model. Use LoRA or a similar type"
     if len(names) > 1:
         return f"has {len(names)} active adapters ({', '.join(names)}). Merge them into it, or activate one"
     if any(getattr(module, "merged", False) for module in wrapped_modules(base).values()):
-        return "has adapters that are merged for the time being. Unmerge them, or merge and unload them"
+        return "has adapters that are temporarily merged. Unmerge them, or merge and unload them"
     if getattr(base, "hf_quantizer", None) is not None or any(p.device.type == "meta" for p in base.parameters()):
         return (
             "carries adapters and is quantised or offloaded. Name model and adapter by their Hub ids or paths instead"

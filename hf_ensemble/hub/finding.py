@@ -65,8 +65,8 @@ def _listed_members(source: Any) -> list[MemberConfig]:
         if not is_list or not isinstance(entry, (str, os.PathLike, MemberConfig)):
             raise ConfigurationError(
                 "`from_pretrained` takes a list of Hub ids, paths and `MemberConfig`s, or the id or path of a saved "
-                f"ensemble, but {f'entry {place}' if is_list else 'this'} is of type {type(entry).__name__}. Loaded models "
-                "and their tokenizers go to `EnsembleForCausalLM.from_members(models, tokenizers)`."
+                f"ensemble, but {f'entry {place}' if is_list else 'this'} is of type {type(entry).__name__}. Pass "
+                "loaded models and their tokenizers to `EnsembleForCausalLM.from_members(models, tokenizers)`."
             )
     return [
         dataclasses.replace(e) if isinstance(e, MemberConfig) else MemberConfig(path=os.fspath(e)) for e in entries
@@ -101,15 +101,15 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
     if found.path != item.path:
         if item.adapter is not None:
             raise ConfigurationError(
-                f"member {name!r} cannot be loaded: {item.path!r} is an adapter itself, so an adapter cannot be put on it. "
-                "Name the model: `MemberConfig(path=<the model>, adapter=...)`."
+                f"member {name!r} cannot be loaded: {item.path!r} is an adapter itself, so it cannot take another "
+                "adapter. Name the model: `MemberConfig(path=<the model>, adapter=...)`."
             )
         try:
             return checked_member(number, found, hub)
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"member {name!r} is an adapter of the model {found.path!r}: {error} If that lies elsewhere, name it: "
-                f"`MemberConfig(path=<the model>, adapter={item.path!r})`."
+                f"member {name!r} is an adapter of the model {found.path!r}: {error} If the model is elsewhere, name "
+                f"it: `MemberConfig(path=<the model>, adapter={item.path!r})`."
             ) from error
     local = Path(place.path, place.subfolder or "")
     if local.is_dir() and item.gguf_file is None and not any(any(local.glob(p)) for p in _WEIGHT_PATTERNS):
@@ -120,7 +120,7 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
     if config is None:
         asked = {"revision": item.revision, "subfolder": item.subfolder, "gguf_file": item.gguf_file}
         inside = "".join(f", {key} {value!r}" for key, value in asked.items() if value is not None)
-        no_folder = "" if local.is_dir() else f" (There is no folder {place.path!r} here either.)"
+        no_folder = "" if local.is_dir() else f" (And there is no folder {place.path!r} here.)"
         raise ConfigurationError(f"member {name!r}{inside} cannot be loaded: {problem}{no_folder}") from problem
     _check_kind(name, config, is_primary=number == 0)
     check_package(item, config)
@@ -156,14 +156,14 @@ def _check_kind(name: str, config: PreTrainedConfig, is_primary: bool) -> None:
             )
         if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
             raise ConfigurationError(
-                f"member {name!r} is no language model for text: its configuration says {config.model_type!r}, architectures "
-                f"{config.architectures}."
+                f"member {name!r} is not a language model for text: its configuration says {config.model_type!r}, "
+                f"architectures {config.architectures}."
             )
         return
     # A checkpoint that names no class is believed.
     names: list[str] = config.architectures or []
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (names and not any(n.endswith(_HEADS) for n in names)):
         raise ConfigurationError(
-            f"member {name!r} is no causal language model: its configuration says {config.model_type!r}, architectures "
-            f"{config.architectures}."
+            f"member {name!r} is not a causal language model: its configuration says {config.model_type!r}, "
+            f"architectures {config.architectures}."
         )

@@ -96,8 +96,8 @@ def finish_writing(folder: Path) -> bool:
             whole.rename(Path(done.name, _WHOLE))
     except OSError as error:
         raise ConfigurationError(
-            f"saving to {str(folder)!r} was stopped before all files were in place, and they cannot be put there now: "
-            f"{error}. Load it once where the folder can be written."
+            f"saving to {str(folder)!r} was interrupted before all files were in place, and they cannot be moved "
+            f"there now: {error}. Load the ensemble once with write access to the folder."
         ) from error
     return True
 
@@ -107,8 +107,8 @@ def _check_nothing_is_in_the_way(new: Path, folder: Path) -> None:
         is_folder = (folder / name).is_dir()
         if (folder / name).exists() and is_folder != (new / name).is_dir():
             raise ConfigurationError(
-                f"the ensemble cannot be saved to {str(folder)!r}: {name!r} is a {'folder' if is_folder else 'file'} there, "
-                f"where a {'file' if is_folder else 'folder'} has to be written. Move it away, or choose another folder."
+                f"the ensemble cannot be saved to {str(folder)!r}: {name!r} is a {'folder' if is_folder else 'file'} "
+                f"there, but has to be a {'file' if is_folder else 'folder'}. Move it away, or choose another folder."
             )
 
 

@@ -144,7 +144,9 @@ def load_tokenizer(
     source = given or item.tokenizer
     options: dict[str, Any] = {}
     if source is None and item.path is None:
-        raise VocabularyError(f"member {name_of(item)!r} is behind a server, from which no tokenizer comes. {_REMEDY}")
+        raise VocabularyError(
+            f"member {name_of(item)!r} is behind a server, which does not provide a tokenizer. {_REMEDY}"
+        )
     if source is None:
         # What an adapter was trained with lies beside it.
         beside = Place.of_adapter(item)

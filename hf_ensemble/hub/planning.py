@@ -75,8 +75,8 @@ def plan_save(ensemble: Any, include_members: bool, folder: Path) -> SavePlan:
         places = {Path(path, subfolders.get(key) or "").resolve() for key, path in paths_of(item).items()}
         if folder in places:
             raise ConfigurationError(
-                f"the ensemble cannot be saved to {str(folder)!r}: member {member.name!r} lies there, and its "
-                "configuration would be overwritten. Choose another folder."
+                f"the ensemble cannot be saved to {str(folder)!r}: this is the folder of member {member.name!r}, "
+                "whose configuration would be overwritten. Choose another folder."
             )
 
     ensemble.config.method.check_saveable(is_for_hub=False)
@@ -94,8 +94,8 @@ def plan_save(ensemble: Any, include_members: bool, folder: Path) -> SavePlan:
     there += [place for place in plan.bundled if (folder / place).exists()]
     if there and not is_saved:
         raise ConfigurationError(
-            f"the ensemble cannot be saved to {str(folder)!r}: {there[0]!r} lies there, is part of no saved ensemble, and "
-            "would be overwritten. Choose another folder."
+            f"the ensemble cannot be saved to {str(folder)!r}: {there[0]!r}, which does not belong to a saved "
+            "ensemble, would be overwritten. Choose another folder."
         )
     return plan
 
@@ -130,14 +130,15 @@ def _plan_references(ensemble: Any, reference: Callable[[MemberConfig, Member], 
     for item, member in zip(ensemble.config.members, ensemble.member_views, strict=True):
         if not (item.path or item.url):
             raise ConfigurationError(
-                f"member {member.name!r} was given as an object without an id or path, so there is nothing to save a "
-                "reference to. Pass `include_members=True`, or save it by itself first and load the ensemble from there."
+                f"member {member.name!r} was passed as an object without an id or path, so a reference to it cannot "
+                "be saved. Pass `include_members=True`, or save it separately first and load the ensemble from there."
             )
         adapters = active_adapters(member.model)
         if len(adapters) > (item.adapter is not None):
             raise ConfigurationError(
-                f"member {member.name!r} carries adapters ({', '.join(adapters)}) that its reference {item.path!r} does not "
-                "name, so they would be lost. Pass `include_members=True`, or name the one: `MemberConfig(adapter=...)`."
+                f"member {member.name!r} carries adapters ({', '.join(adapters)}) that its reference {item.path!r} "
+                "does not name, so they would be lost. Pass `include_members=True`, or name the adapter: "
+                "`MemberConfig(adapter=...)`."
             )
         items.append(reference(item, member))
     return SavePlan(ensemble, _checked_config(ensemble, items))
@@ -187,8 +188,8 @@ def _free_place(name: str, bundled: Iterable[str]) -> str:
 def _check_writable(member: Member) -> None:
     if member.model is None:
         raise ConfigurationError(
-            f"member {member.name!r} cannot be included: it is {member.kind}, and its weights are not here. Save a reference to "
-            "it: `include_members=False`."
+            f"member {member.name!r} cannot be included: it is {member.kind}, so its weights are not in this process. "
+            "Save a reference to it: `include_members=False`."
         )
     model = base_model(member.model)
     quantizer = getattr(model, "hf_quantizer", None)
@@ -196,7 +197,10 @@ def _check_writable(member: Member) -> None:
     if obstacle is None and quantizer is not None and not is_from_gguf(model) and not quantizer.is_serializable():
         obstacle = "is quantised in a way that cannot be written. Name it by its Hub id or path instead"
     if obstacle is None and is_packed_for_cpu(model):
-        obstacle = "has run on a CPU, and bitsandbytes would now write other 4-bit weights. Save it after loading, before it runs"
+        obstacle = (
+            "has run on a CPU, after which bitsandbytes writes wrong 4-bit weights. Save it after loading, before it "
+            "runs"
+        )
     if obstacle is not None:
         raise ConfigurationError(f"member {member.name!r} cannot be included: it {obstacle}.")
     _check_generation_config(getattr(model, "generation_config", None), f"member {member.name!r}'s")
@@ -233,6 +237,6 @@ def _commit_on_hub(place: Place, member: Member, api: HfApi) -> str | None:
         return api.model_info(place.path, revision=place.revision).sha
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigurationError(
-            f"member {member.name!r} cannot be pinned: the Hub does not give a commit of {place.path!r}: {error} Check "
-            "the id, `MemberConfig.revision` and `token`, or pass `include_members=True`."
+            f"member {member.name!r} cannot be pinned: the Hub does not return a commit of {place.path!r}: {error} "
+            "Check the id, `MemberConfig.revision` and `token`, or pass `include_members=True`."
         ) from error

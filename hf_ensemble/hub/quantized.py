@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from ..config import MemberConfig
-from ..errors import ConfigurationError
+from ..optional_packages import not_installed
 from .per_member import listed
 from .references import name_of
 
@@ -51,9 +51,7 @@ def check_package(item: MemberConfig, config: PreTrainedConfig | None) -> None:
     method = "gguf" if item.gguf_file else _method_of(item.quantization_config)
     method = method or _method_of(getattr(config, "quantization_config", None))
     if method in _PACKAGES and find_spec(method) is None:
-        raise ConfigurationError(
-            f"member {name_of(item)!r} is quantised by {method}, which is not installed: `pip install {method}`."
-        )
+        raise not_installed(f"member {name_of(item)!r} is quantised by {method}", method)
 
 
 def stock_quantization(item: MemberConfig) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def check_token(token: Any) -> None:
         ConfigurationError: If it is empty or holds white space.
     """
     if isinstance(token, str) and token.split() != [token]:
-        raise ConfigurationError("`token` is empty or holds white space, as no token of the Hub does.")
+        raise ConfigurationError("`token` is empty or contains white space, so it cannot be a Hub token.")
 
 
 def check_place(name: str, place: Place, hub: Mapping[str, Any]) -> None:
@@ -116,15 +116,13 @@ def check_place(name: str, place: Place, hub: Mapping[str, Any]) -> None:
             f"{what}: {path!r} is a file. Name it as `MemberConfig(path={folder or '.'!r}, gguf_file={file!r})`."
         )
     if os.path.isfile(path):
-        raise ConfigurationError(f"{what}: {path!r} is a file. Name the folder that it lies in.")
+        raise ConfigurationError(f"{what}: {path!r} is a file. Name the folder that contains it.")
     if os.path.isabs(path) or path.startswith("."):
         raise ConfigurationError(f"{what}: there is no folder {path!r}.")
     try:
         validate_repo_id(path)
     except HFValidationError as error:
-        raise ConfigurationError(
-            f"{what}: there is no folder {path!r}, and it is no id of the Hub: {error}"
-        ) from error
+        raise ConfigurationError(f"{what}: there is no folder {path!r}, and it is not a Hub id: {error}") from error
     if "/" not in path or os.path.isdir(path.split("/")[0]):
         _check_reachable(place, what, hub)
 
@@ -141,7 +139,7 @@ def _check_reachable(place: Place, what: str, hub: Mapping[str, Any]) -> None:
         return
     except Exception as error:  # of the HTTP library, which is another in every version of the client
         raise ConfigurationError(
-            f"{what}: there is no folder {place.path!r}, and the Hub cannot be asked: {error}"
+            f"{what}: there is no folder {place.path!r}, and the Hub cannot be reached: {error}"
         ) from error
 
 
@@ -225,8 +223,8 @@ def found_path(path: str, source: str, located: Mapping[str, Any]) -> str:
         return _from_folder(path, Path(source, located.get("subfolder") or "").resolve())
     if is_local(path):
         raise ConfigurationError(
-            f"the method of the ensemble {source!r} uses the model {path!r}, a folder, where a repository can only name Hub "
-            "ids. Pass a `method` of your own."
+            f"the method of the ensemble {source!r} uses the model {path!r}, a folder, but an ensemble from the Hub "
+            "may only name Hub ids. Pass another `method`."
         )
     return path
 

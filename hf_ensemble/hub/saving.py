@@ -70,7 +70,7 @@ class Saving:
             raise ConfigurationError(
                 f"`save_pretrained` of an ensemble has no option {min(set(given) - known)!r}."
                 if push_to_hub
-                else f"options {sorted(given)} do nothing without `push_to_hub=True`."
+                else f"options {sorted(given)} have no effect without `push_to_hub=True`."
             )
         folder = Path(save_directory).resolve()
         if folder.is_file():

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from .. import messages
 from ..config import MemberConfig
 from ..errors import ConfigurationError
+from ..optional_packages import not_installed
 from .per_member import listed
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ def check_served(items: Sequence[MemberConfig], api_key_env: Any, is_saved: bool
             continue
         if is_saved and not allow_remote:
             raise ConfigurationError(
-                f"member {number} of this saved ensemble, {item.model!r}, is behind the server {item.url}, to which prompts "
-                "would be sent. A saved ensemble reaches servers only if you say so: pass `allow_remote=True`, or "
-                "`--allow-remote` on the command line."
+                f"member {number} of this saved ensemble, {item.model!r}, is behind the server {item.url}, which "
+                "would receive your prompts. A saved ensemble contacts servers only if you allow it: pass "
+                "`allow_remote=True`, or `--allow-remote` on the command line."
             )
         try:
             import httpx2  # noqa: F401
         except ImportError as error:
-            raise messages.not_installed(f"member {number} is behind a server", "httpx2", "served") from error
+            raise not_installed(f"member {number} is behind a server", "httpx2") from error
     _take_keys(items, api_key_env, is_saved)
 
 
@@ -51,19 +51,19 @@ def _take_keys(items: Sequence[MemberConfig], given: Any, is_saved: bool) -> Non
         names = [None if item.api_key_env is None else given for item in items]
         if given is not None and not any(names):
             raise ConfigurationError(
-                f"`api_key_env={given!r:.200}` is for members that ask for a key, but there is none. Pass a list with one "
-                "per member, None where no key is wanted."
+                f"`api_key_env={given!r:.200}` is for members that ask for a key, but no member does. Pass a list "
+                "with one entry per member, None where no key is wanted."
             )
     for number, (item, name) in enumerate(zip(items, names, strict=True)):
         if name is not None and (item.url is None or not isinstance(name, str)):
             raise ConfigurationError(
-                f"`api_key_env` has to be the name of an environment variable for members with a `url`, but is {name!r:.200} "
-                f"for member {number}."
+                "`api_key_env` has to be the name of an environment variable for members with a `url`, but is "
+                f"{name!r:.200} for member {number}."
             )
         if is_saved and item.api_key_env is not None and name is None:
             raise ConfigurationError(
                 f"member {number} of this saved ensemble, {item.model!r}, asks for the key in ${item.api_key_env} to be sent "
-                f"to {item.url}. That is done only if you say so: pass `api_key_env={item.api_key_env!r}`."
+                f"to {item.url}. To allow this, pass `api_key_env={item.api_key_env!r}`."
             )
         item.api_key_env = name or item.api_key_env
 

@@ -61,8 +61,8 @@ def find_cache_mode(
             and distance_of_logits(_logits_without_cache(texts, new_rows, len(start)), expected) > tolerance
         ):
             messages.warn(
-                f"member {member.name!r} is in training mode and draws other logits every time (by dropout), so no cache "
-                "can follow it: its whole context is computed again at every step. Call its `eval()`."
+                f"member {member.name!r} is in training mode and returns different logits every time (dropout), so it "
+                "cannot use a cache: its whole context is computed again at every step. Call its `eval()`."
             )
             return "recompute", True
 
@@ -84,7 +84,7 @@ def _first_that_works(
             if is_out_of_memory(error):
                 is_final = False
                 logger.warning(
-                    "there was not enough memory to try cache mode %s of member %r, which is tried again at the next call: %s",
+                    "there was not enough memory to try cache mode %s of member %r; the next call tries it again: %s",
                     mode,
                     member.name,
                     error,
@@ -96,14 +96,14 @@ def _first_that_works(
             logger.info("member %r in cache mode %s: distance %.2g", member.name, mode, distance)
             if distance <= tolerance:
                 return mode, is_final
-            reason = "with such a cache it gives other logits than without"
+            reason = "with such a cache, its logits differ from those without"
         member.cache_obstacles[mode] = reason
         if mode == "static":
             member.warn_uncaptured(reason)
     if is_final:
         messages.warn(
-            f"no cache of member {member.name!r} ({type(member.model).__name__}) gives the logits that it gives without "
-            "one, so its whole context is computed again at every step."
+            f"no cache of member {member.name!r} ({type(member.model).__name__}) gives the same logits as without a "
+            "cache, so its whole context is computed again at every step."
         )
     return "recompute", is_final
 

@@ -123,7 +123,9 @@ class Captured:
             with capture(graph, self._pool, self._stream):
                 results = self._function(*buffers)
         except RuntimeError as error:
-            messages.warn(f"arithmetic of a step cannot be captured as a CUDA graph ({error}): it runs uncaptured.")
+            messages.warn(
+                f"the arithmetic of a step cannot be captured as a CUDA graph ({error}): it runs uncaptured."
+            )
             self._can_capture = False
             return False
         self._graphs[shapes] = _Graph(graph, buffers, results)

@@ -69,8 +69,8 @@ class EncoderDecoderMember(EncoderDecoderModel, LocalMember):
         for option, value in (("chat_template", chat_template), ("system_prompt", system_prompt)):
             if value is not None:
                 raise ConfigurationError(
-                    f"member {self.name!r} is {self.kind}, which reads the last user turn of a conversation and no `{option}`. "
-                    "Leave it out."
+                    f"member {self.name!r} is {self.kind}, which reads the last user turn of a conversation and "
+                    f"ignores `{option}`. Leave it out."
                 )
         self._start_ids = self._first_ids()
 
@@ -109,8 +109,9 @@ class EncoderDecoderMember(EncoderDecoderModel, LocalMember):
         language = self.tokenizer.tgt_lang
         if language is None:
             raise ConfigurationError(
-                f"member {self.name!r} writes in one of several languages, but nobody says which: load it with "
-                '`MemberConfig(tokenizer_kwargs={"src_lang": ..., "tgt_lang": ...})`, or set `tgt_lang` of its tokenizer.'
+                f"member {self.name!r} writes several languages, but its language is not set: load it with "
+                '`MemberConfig(tokenizer_kwargs={"src_lang": ..., "tgt_lang": ...})`, or set `tgt_lang` of its '
+                "tokenizer."
             )
         # A source in a language that the tokenizer does not know would begin with an unknown token.
         if getattr(self.tokenizer, "src_lang", None) is not None:
@@ -125,8 +126,8 @@ class EncoderDecoderMember(EncoderDecoderModel, LocalMember):
             known = sorted(map(str, self.tokenizer.convert_ids_to_tokens(sorted(self._language_ids()))))
             near = difflib.get_close_matches(str(language), known, n=3, cutoff=0.3) or known[:3]
             raise ConfigurationError(
-                f"member {self.name!r} knows no language {language!r} (`{option}`). Among the {len(known)} that it knows: "
-                f"{', '.join(near)}."
+                f"member {self.name!r} does not know the language {language!r} (`{option}`). Some of the {len(known)} "
+                f"that it knows: {', '.join(near)}."
             )
         return int(found)
 
@@ -148,7 +149,7 @@ class EncoderDecoderMember(EncoderDecoderModel, LocalMember):
                 self.max_source_positions,
                 "the source takes",
                 len(source),
-                "Give it less as `member_prompts`",
+                "Shorten its `member_prompts`",
             )
         start, *forced = self._start_ids
         return TargetContext(self.encoder, resync, [SourceStart(start, source), *forced], prompt.is_open)

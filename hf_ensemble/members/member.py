@@ -193,8 +193,8 @@ class Member(TokenizedMember, ABC):
         """
         for one in sorted(set(asked) - self.offers, key=lambda one: one.name):
             raise ConfigurationError(
-                f"{by} asks member {self.name!r} for {one.what}, which it cannot give: it is {self.kind}. {one.remedy}, or "
-                "load it as a causal language model of this process."
+                f"{by} asks member {self.name!r} for {one.what}, but it is {self.kind}, which cannot provide that. "
+                f"{one.remedy}, or load it as a causal language model of this process."
             )
 
     def check_method(self, config: MethodConfig) -> None:
@@ -309,7 +309,7 @@ class Member(TokenizedMember, ABC):
             ConfigurationError: If it lives in this process, or nothing here can start it.
         """
         raise ConfigurationError(
-            f"member {self.name!r} cannot be restarted: it is {self.kind}, which was not started from here."
+            f"member {self.name!r} cannot be restarted: it is {self.kind}, which this process did not start."
         )
 
     # What goes wrong
@@ -341,9 +341,9 @@ def end_ids_of(
     tokenizer_eos = tokenizer.eos_token_id
     if tokenizer_eos is not None and ids and tokenizer_eos not in ids:
         messages.warn(
-            f"member {name!r} ends texts with ids {ids} by its configuration, but its tokenizer's EOS token "
-            f"is {tokenizer_eos}: the configuration holds. Name the tokenizer's too as an extra EOS id if the "
-            "model uses it."
+            f"member {name!r} ends texts with ids {ids} by its configuration, but its tokenizer's EOS token is "
+            f"{tokenizer_eos}: the configuration is used. If the model ends texts with the tokenizer's EOS, add it "
+            "with `MemberConfig(eos_token_id=...)`."
         )
     return [*ids, *extra]
 

@@ -45,8 +45,8 @@ class MemberModel:
         if model.config.is_encoder_decoder != self.has_encoder:
             kinds = ("a decoder-only model", "an encoder-decoder model")
             raise ConfigurationError(
-                f"member {self.name!r} is {kinds[not self.has_encoder]} ({type(model).__name__}), where {kinds[self.has_encoder]} "
-                "has to stand."
+                f"member {self.name!r} is {kinds[not self.has_encoder]} ({type(model).__name__}), but has to be "
+                f"{kinds[self.has_encoder]}."
             )
         if model.get_output_embeddings() is None:
             raise ConfigurationError(
@@ -57,13 +57,14 @@ class MemberModel:
         for adapter, config in adapters.items():
             if getattr(config, "is_prompt_learning", False):
                 raise ConfigurationError(
-                    f"adapter {adapter!r} of member {self.name!r} ({type(config).__name__}) puts virtual tokens before every "
-                    "text, which the caches of an ensemble know nothing of. Use an adapter that changes the weights (LoRA)."
+                    f"adapter {adapter!r} of member {self.name!r} ({type(config).__name__}) puts virtual tokens "
+                    "before every text, which the caches of an ensemble cannot handle. Use an adapter that changes "
+                    "the weights (LoRA)."
                 )
         if any(weight.is_meta for weight in model.parameters()) and not _is_offloaded(model):
             raise ConfigurationError(
-                f"member {self.name!r} has weights on the meta device, which hold no numbers. Load it with "
-                "`from_pretrained`, or give `EnsembleForCausalLM.from_pretrained` its path."
+                f"member {self.name!r} has weights on the meta device, which have no values. Load it with "
+                "`from_pretrained`, or pass its path to `EnsembleForCausalLM.from_pretrained`."
             )
         self.vocab_size = self._width_of_head()
         self.cache_obstacles: dict[str, str] = {}
@@ -104,8 +105,8 @@ class MemberModel:
     def _check_width(self, width: int) -> None:
         if width != self.vocab_size:
             raise ConfigurationError(
-                f"member {self.name!r} gives logits of {width} ids, but its head was for {self.vocab_size} when the ensemble "
-                "was made: its embeddings have been resized. Make the ensemble anew."
+                f"member {self.name!r} returns logits of {width} ids, but had {self.vocab_size} when the ensemble was "
+                "created: its embeddings have been resized. Create the ensemble again."
             )
 
     def _width_of_head(self) -> int:

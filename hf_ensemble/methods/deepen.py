@@ -82,7 +82,10 @@ class DeepenConfig(MethodConfig):
         if self.variant == "paper":
             return "the distribution of variant 'paper' is nearly flat and only ranks tokens"
         if self.skip_on_agreement:
-            return "with `skip_on_agreement`, steps have the primary's distribution where members agree on the best"
+            return (
+                "with `skip_on_agreement`, steps keep the primary's distribution if the members agree on the best "
+                "entry"
+            )
         return None
 
     @property
@@ -181,7 +184,7 @@ class Deepen(TokenMethod):
         is_dead = [inverse_norms(weight) == 0 for weight in weights]
         lives = torch.stack([~dead[own].to(self.device) for dead, own in zip(is_dead, ids, strict=True)]).all(0)
         if not bool(lives.any()):
-            raise VocabularyError("no anchor token has an embedding other than zeros in every member.")
+            raise VocabularyError("no anchor token has a non-zero embedding in every member.")
         sharpness = _SHARPNESS if self.config.variant == "released" else None
         self._rows = [
             RelativeRows(weight, own[lives.to(own.device)], sharpness)

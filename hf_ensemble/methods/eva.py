@@ -173,9 +173,8 @@ def output_embeddings_of(member: Member) -> Tensor:
     weight: Tensor = member.output_embeddings().weight.detach()
     if weight.is_meta or not weight.is_floating_point() or weight.shape[0] != member.vocab_size or weight.ndim != 2:
         raise ConfigurationError(
-            f"EVA reads the output embeddings of every member, but those of {member.name!r} are a "
-            f"{weight.dtype} tensor of shape {tuple(weight.shape)}"
-            f"{' that is not in memory' if weight.is_meta else ''}. Load it without quantisation or offloading of its "
-            "head, or use another method."
+            f"EVA reads the output embeddings of every member, but those of {member.name!r} are a {weight.dtype} "
+            f"tensor of shape {tuple(weight.shape)}{' that is not in memory' if weight.is_meta else ''}. Load it "
+            "without quantising or offloading its head, or use another method."
         )
     return weight

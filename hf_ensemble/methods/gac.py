@@ -39,7 +39,7 @@ class GacConfig(GatedConfig):
         check_option("space", self.space, self.space in ("linear", "log"), "'linear' or 'log'")
         if self.alpha is not None:
             if self.space != "log":
-                raise ConfigurationError(f'`alpha` is {self.alpha!r}, but does nothing without `space="log"`.')
+                raise ConfigurationError(f'`alpha` is {self.alpha!r}, but has no effect without `space="log"`.')
             is_share = is_number(self.alpha) and 0 <= self.alpha <= 1
             check_option("alpha", self.alpha, is_share, "a number from 0 to 1, or None")
         is_known = self.strategy in (None, "mixture_sampling")

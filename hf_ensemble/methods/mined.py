@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import messages
 from ..config import METHODS, MethodConfig
 from ..members.member import Member
 from ..mixing import normalize_, put_eos
+from ..optional_packages import not_installed
 from ..vocabulary.alignment import load_or_build_nearest
 from ..vocabulary.union import UnionVocabulary
 from .base import EosIds, Mixed, TokenMethod
@@ -31,7 +31,7 @@ class MinedConfig(MethodConfig):
         try:
             import rapidfuzz  # noqa: F401
         except ImportError as error:
-            raise messages.not_installed("method 'mined' computes edit distances", "rapidfuzz", "mined") from error
+            raise not_installed("method 'mined' computes edit distances", "rapidfuzz") from error
 
     def build(
         self, members: Sequence[Member], union: UnionVocabulary, eos_ids: EosIds, device: torch.device

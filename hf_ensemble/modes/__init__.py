@@ -27,8 +27,8 @@ def mode_for_generate(call: Call, speculation: str | None) -> Mode:
     mode = mode_of(call)
     if call.seed is not None and not call.config.takes_seed:
         raise ConfigurationError(
-            f"`seed={call.seed!r}` cannot be used with method {call.config.name!r}, which draws by torch's generator. Call "
-            "`torch.manual_seed` before."
+            f"`seed={call.seed!r}` cannot be used with method {call.config.name!r}, which draws from torch's global "
+            "generator. Call `torch.manual_seed` first."
         )
     if speculation is not None:
         drafting = Speculation(speculation, call.members)

@@ -61,7 +61,7 @@ class AnswersMode(Mode):
         """Refuse what needs a distribution, or is meant for one tokenizer only; before anything runs."""
         config, settings, arguments = self._config, self.call.settings, self.call.arguments
         primary = self.call.members[0]
-        no_distribution = "answers are chosen as a whole. See `answers` of the output"
+        no_distribution = "answers are chosen as a whole. Use `answers` of the output"
         outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         one_tokenizer = "every member writes in its own ids"
         is_shared = self.call.weights.participants != {0}
@@ -74,7 +74,7 @@ class AnswersMode(Mode):
                 Obstacle(self.call.num_decision_entries is not None, "`output_decisions`", no_distribution),
                 *self._obstacles_to_samples(),
                 Obstacle(is_function, "`weights` that are a function", "a weight counts for a whole answer"),
-                Obstacle(arguments["synced_gpus"], "`synced_gpus`", "members write on one process"),
+                Obstacle(arguments["synced_gpus"], "`synced_gpus`", "the members write in one process"),
                 *(
                     Obstacle(True, f"`{name}`", reads if primary.accepts(name) else "there is no such option")
                     for name in others
@@ -96,8 +96,8 @@ class AnswersMode(Mode):
         )
         if config.returns_one and (settings.num_return_sequences or 1) > 1:
             raise ConfigurationError(
-                f"`num_return_sequences={settings.num_return_sequences}` cannot be used with method {config.name!r}, which "
-                "makes one answer."
+                f"`num_return_sequences={settings.num_return_sequences}` cannot be used with method {config.name!r}, "
+                "which returns one answer."
             )
         for method in config.methods:
             mode_of(replace(self.call, config=method, seed=None)).refuse()
@@ -111,12 +111,12 @@ class AnswersMode(Mode):
             Obstacle(
                 several and not settings.do_sample,
                 "`do_sample=False`",
-                f"{drawn}. Pass `do_sample=True`, or put it into the method's `generate_options`",
+                f"{drawn}. Pass `do_sample=True`, or add it to the method's `generate_options`",
             ),
             Obstacle(
                 settings.do_sample and beams and not several,
                 f"`num_beams={settings.num_beams}`",
-                "sampled beams are drawn by torch's generator for all rows together. Pass `num_beams=1`, or "
+                "sampled beams draw from torch's global generator for all rows together. Pass `num_beams=1`, or "
                 "`do_sample=False`",
             ),
             Obstacle(several and beams, f"`num_beams={settings.num_beams}`", f"{drawn}. Pass `num_beams=1`"),
@@ -255,7 +255,7 @@ class AnswersMode(Mode):
         """
         if not self._config.gives_likelihoods:
             raise ConfigurationError(
-                f"method {self._config.name!r} compares whole answers and gives no text a likelihood. Score with a token- or "
+                f"method {self._config.name!r} compares whole answers and has no likelihoods. Score with a token- or "
                 'span-level `method`, or with `RerankConfig(score="likelihood")`.'
             )
         return score_by_spans(self.call.members, batch)
@@ -278,7 +278,8 @@ def _check_choices(name: str, questions: Sequence[Question], choices: Sequence[C
         n = next((n for n, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), len(found))
         raise ConfigurationError(
             f"method {name!r} has to rank every candidate of every row once, but row {n} has "
-            f"{len(expected[n]) if n < len(expected) else 'no'} candidates and the ranking {found[n] if n < len(found) else None}."
+            f"{len(expected[n]) if n < len(expected) else 'no'} candidates and the ranking is "
+            f"{found[n] if n < len(found) else None}."
         )
 
 

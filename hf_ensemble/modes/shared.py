@@ -29,9 +29,9 @@ def obstacle_to_sharing(call: Call) -> Obstacle | None:
     return first_obstacle(
         [
             Obstacle(config.decides != "tokens", f"method {config.name!r}", "it does not decide token by token"),
-            Obstacle(call.weights.varies, "`weights` as a function", "it is asked about all rows of a call"),
-            Obstacle(call.needs_stock_passes, "an option", "only the stock loop can do it"),
-            Obstacle(settings.num_return_sequences != 1, "`num_return_sequences`", "a row stands for itself"),
+            Obstacle(call.weights.varies, "`weights` as a function", "it needs all rows of a call"),
+            Obstacle(call.needs_stock_passes, "an option", "only the stock loop supports it"),
+            Obstacle(settings.num_return_sequences != 1, "`num_return_sequences`", "each row is a request of its own"),
         ]
     )
 
@@ -67,7 +67,7 @@ def new_row(
         refuse_for_ensembles(call.settings, {}, {})
         found = obstacle_to_sharing(call)
         if found is not None:
-            raise NotShared(f"{found.what} cannot be used in a batch that is shared: {found.why}.")
+            raise NotShared(f"{found.what} cannot be used in a shared batch: {found.why}.")
         mode = SharedMode(call, num_best, take)
         made.append(mode)
         mode.refuse()
@@ -121,7 +121,7 @@ class SharedMode(TokenMode):
             max_new_tokens=settings.max_length - prompt_ids.shape[1],
         )
         if constraints and self.decoder.rows.lists_few:
-            raise NotShared("constraints cannot be used in a batch that is shared with members that list few ids.")
+            raise NotShared("constraints cannot be used in a shared batch with members that list only a few ids.")
         self._constraints = [without_padding(item, prompt_mask) for item in constraints]
         return stock
 

@@ -27,16 +27,16 @@ class SpanMode(Mode):
         super().__init__(call)
         if call.weights.varies or call.weights.num_rows > 1:
             raise ConfigurationError(
-                f"method {call.config.name!r} does not mix by weights: give one weight per member (0 leaves it out), not "
-                "one for each row or step."
+                f"method {call.config.name!r} does not mix by weights: give one weight per member (0 excludes a "
+                "member), not one per row or step."
             )
 
     def refuse(self) -> None:
         """Refuse what needs a distribution over tokens, or another loop."""
-        no_distribution = "a span has no distribution over tokens; see `rounds` of the output"
+        no_distribution = "a span has no distribution over tokens; use `rounds` of the output"
         outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         knows_primary = "it knows the primary's ids only, but every member proposes"
-        rolled_back = "rejected spans are rolled back, which takes a dynamic cache"
+        rolled_back = "rejected spans are rolled back, which needs a dynamic cache"
         settings, arguments = self.call.settings, self.call.arguments
         prefixes, cache = arguments["prefix_allowed_tokens_fn"], settings.cache_implementation
         refuse(
@@ -44,7 +44,7 @@ class SpanMode(Mode):
                 *(Obstacle(getattr(settings, name, None), f"`{name}`", no_distribution) for name in outputs),
                 Obstacle(settings.num_beams not in (None, 1), "`num_beams`", "a round keeps one span"),
                 Obstacle(prefixes is not None, "`prefix_allowed_tokens_fn`", knows_primary),
-                Obstacle(arguments["synced_gpus"], "`synced_gpus`", "rounds run on one process"),
+                Obstacle(arguments["synced_gpus"], "`synced_gpus`", "a round runs in one process"),
                 Obstacle(cache not in (None, "dynamic"), "`cache_implementation`", rolled_back),
                 Obstacle(self.call.has_cache, "`past_key_values`", "the members keep caches of their own"),
             ],

@@ -146,8 +146,8 @@ class StockLoopHooks:
         member = self.primary_member
         if member.model is None:
             raise ConfigurationError(
-                f"the primary {member.name!r} is {member.kind}, so that nothing here can run it by itself or look inside. Use "
-                "`generate`, or load it as a causal language model of this process."
+                f"the primary {member.name!r} is {member.kind}, so this process cannot run it alone or look inside. "
+                "Use `generate`, or load it as a causal language model of this process."
             )
         return member.model
 
@@ -263,7 +263,7 @@ class StockLoopHooks:
             ConfigurationError: If `labels` is given: an ensemble has no loss of its own.
         """
         if labels is not None:
-            raise ConfigurationError("an ensemble has no loss: `labels` cannot be used with it. See `score`.")
+            raise ConfigurationError("an ensemble has no loss, so `labels` cannot be used with it. Use `score`.")
         member: Any = self.primary_member
         if kwargs.pop(WAITS, False):
             assert input_ids is not None

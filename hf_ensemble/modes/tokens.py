@@ -21,7 +21,7 @@ from .base import Mode
 from .stock_loop import FollowingCriteriaList, Hook, waiting
 
 _MIXTURE = (
-    '`strategy="mixture_sampling"` draws one member for each token, which gives texts of the mixture\'s law only'
+    '`strategy="mixture_sampling"` draws one member per token, which gives texts of the mixture\'s distribution only'
 )
 
 
@@ -138,6 +138,6 @@ def refuse_processors(stock: Sequence[LogitsProcessor]) -> None:
     if stock:
         name = type(stock[0]).__name__
         raise ConfigurationError(
-            f"{_MIXTURE} without processors, but there is a {name}. Pass `top_k=0`, `top_p=1.0` and `temperature=1.0`, and "
-            "no others."
+            f"{_MIXTURE} without processors, but there is a {name}. Pass `top_k=0`, `top_p=1.0` and "
+            "`temperature=1.0`, and no other processors."
         )

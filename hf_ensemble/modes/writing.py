@@ -97,16 +97,16 @@ class Writing:
         for row, count in enumerate(self.num_written):
             if num_returned > count:
                 raise ConfigurationError(
-                    f"`num_return_sequences={num_returned}` answers cannot be returned: {count} are written to row {row}. "
-                    "Ask for more candidates, or fewer sequences."
+                    f"`num_return_sequences={num_returned}` answers cannot be returned, because only {count} were "
+                    f"written for row {row}. Ask for more candidates, or fewer sequences."
                 )
         prompts = self._asked.prompts
         for index, rows in self._rows_of.items():
             for row in rows:
                 if prompts.contexts[index][prompts.prompt_of_row[row]].sits_out:
                     raise ConfigurationError(
-                        f"the prompt of row {row} ends inside a character, which member {self._names[index]!r} cannot go on "
-                        "from. Give whole characters."
+                        f"the prompt of row {row} ends inside a character, which member {self._names[index]!r} cannot "
+                        "continue. End the prompt with a whole character."
                     )
 
     @property
@@ -188,8 +188,8 @@ class Writing:
         given = [name for name, value in self._asked.arguments.items() if value and name != "synced_gpus"]
         if index == 0 and given:
             raise ConfigurationError(
-                f"`{given[0]}` cannot be used where the primary {member.name!r} writes whole answers: it is {member.kind}, "
-                "which does not know it. Leave it out, or load the member into this process."
+                f"`{given[0]}` cannot be used if the primary {member.name!r} writes whole answers: it is "
+                f"{member.kind}, which does not support it. Leave it out, or load the member into this process."
             )
         began = time.perf_counter()
         contexts = [prompts.contexts[index][prompts.prompt_of_row[row]] for row, _ in items]

@@ -140,7 +140,7 @@ def score_by_spans(members: Sequence[Member], batch: Batch) -> Found:
     for row, name in enumerate(batch.names):
         of_row = [of_member[row] for of_member in scores.values() if of_member[row].num_tokens]
         if not of_row:
-            raise MemberError(f"no member can write {name}, so that there is nothing to score.")
+            raise MemberError(f"no member can write {name}, so it has no score.")
         mean = math.fsum(score.log_prob for score in of_row) / len(of_row)
         found.append((mean, all(score.is_greedy for score in of_row)))
     return found

@@ -91,7 +91,7 @@ def _pair_of_texts(primary: Member, prompt: str, continuation: str) -> Pair:
     if not ids:
         raise ConfigurationError(
             f"the continuation {continuation!r:.80} has no token of its own for the primary {primary.name!r}: after "
-            f"{kept[-40:]!r} it is part of the prompt's last one. Move the boundary to one between words."
+            f"{kept[-40:]!r} it becomes part of the prompt's last token. Split the text between words."
         )
     return Pair(prompt_ids, ids, num_bytes)
 
@@ -99,7 +99,7 @@ def _pair_of_texts(primary: Member, prompt: str, continuation: str) -> Pair:
 def _pair_of_ids(primary: Member, prompt: list[int], continuation: list[int]) -> Pair:
     for i in (*prompt, *continuation):
         if not 0 <= i < primary.vocab_size:
-            raise messages.id_outside(f"a text holds id {i}", primary.name, primary.vocab_size)
+            raise messages.id_outside(f"a text contains id {i}", primary.name, primary.vocab_size)
     return Pair(prompt or _start_ids(primary), continuation, num_bytes_after(primary, prompt, continuation))
 
 
@@ -107,7 +107,7 @@ def _as_ids(values: Sequence[int], n: int) -> list[int]:
     ids = values.tolist() if hasattr(values, "tolist") else list(values)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise ConfigurationError(
-            f"prompt and continuation {n} have to be texts or lists of ids, but hold {ids!r:.80}."
+            f"prompt and continuation {n} have to be texts or lists of ids, but contain {ids!r:.80}."
         )
     return ids
 

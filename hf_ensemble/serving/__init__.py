@@ -5,12 +5,13 @@ one ensemble, loaded already, and an engine that writes for all who ask; endpoin
 """
 
 from ..errors import ConfigurationError
+from ..optional_packages import install
 
 try:
     from .app import build_app, serve
 except (ImportError, NameError) as error:
     raise ConfigurationError(
-        f'serving needs packages that are not installed ({error}): `pip install "hf_ensemble[serve]"`.'
+        f"serving needs packages that are not installed ({error}): {install('transformers')}."
     ) from error
 from .limits import Limits
 

@@ -47,7 +47,7 @@ class _OneEnsemble(ModelManager):
         """The name of the ensemble; others are refused."""
         if model_id != self.force_model:
             raise fastapi.HTTPException(
-                404, f"the model {model_id!r} does not exist here: there is {self.force_model!r} only."
+                404, f"the model {model_id!r} does not exist here. This server has {self.force_model!r} only."
             )
         return model_id
 
@@ -85,7 +85,7 @@ def build_app(
         ConfigurationError: If the key is empty.
     """
     if api_key == "":
-        raise ConfigurationError("`api_key` has to be a key, or None for none, but is empty.")
+        raise ConfigurationError("`api_key` has to be a key, or None for no key, but is empty.")
     name = name or "+".join(member.name for member in ensemble.member_views)
     limits = limits or Limits()
     engine, grammars = Engine(ensemble, limits), Grammars(ensemble)
@@ -213,8 +213,8 @@ def serve(
         ) from error
     if api_key is None and not ipaddress.ip_address(listener.getsockname()[0].split("%")[0]).is_loopback:
         messages.warn(
-            f"others than this machine can ask at {host!r}, and no key is needed. Set one (`--api-key-env NAME`), or listen "
-            "on localhost."
+            f"other machines can reach this server at {host!r}, and it needs no key. Set one (`--api-key-env NAME`), "
+            "or listen on localhost."
         )
     with listener:
         print(f"listening on http://{host}:{listener.getsockname()[1]}/v1", flush=True)

@@ -35,7 +35,7 @@ class QueueFull(Exception):
     """
 
     def __init__(self, seconds: int):
-        super().__init__(f"too many texts wait already. Try again in {seconds} s.")
+        super().__init__(f"too many texts are waiting already. Try again in {seconds} s.")
         self.seconds = seconds
 
 
@@ -126,7 +126,7 @@ class Engine:
         deadline = time.monotonic() + self.limits.max_seconds
         with self._wakes:
             if self._ends_at < math.inf:
-                raise Closing("the server is ending.")
+                raise Closing("the server is shutting down.")
             free = self.limits.max_batch - self.num_running
             if len(self._waiting) + len(jobs) > self.limits.max_waiting + max(0, free):
                 rounds = (len(self._waiting) + len(jobs)) / self.limits.max_batch
@@ -301,9 +301,9 @@ class Engine:
 
     def _is_over(self, job: Job) -> bool:
         if self._is_closing:
-            job.tell(Written(None, ends=True, error=Closing("the server is ending.")))
+            job.tell(Written(None, ends=True, error=Closing("the server is shutting down.")))
         elif job.is_due:
-            why = f"the request took longer than {self.limits.max_seconds:g} s, which is this server's limit."
+            why = f"the request took longer than this server's limit of {self.limits.max_seconds:g} s."
             job.tell(Written(None, ends=True, error=Expired(why)))
         elif not job.is_given_up:
             return False
@@ -363,8 +363,8 @@ class Engine:
         try:
             if job.num_best is not None:
                 raise ConfigurationError(
-                    f"`logprobs` cannot be had with method {self.ensemble.config.method.name!r} or these options: no fused "
-                    "distribution decides each token."
+                    f"`logprobs` are not available with method {self.ensemble.config.method.name!r} or these options, "
+                    "because no fused distribution decides each token."
                 )
             config = copy.copy(job.config)
             config.max_time = max(0.001, min(config.max_time or math.inf, job.deadline - time.monotonic()))

@@ -115,11 +115,11 @@ def read_fields(body: Mapping[str, Any], is_chat: bool, limits: Limits) -> Asked
     if options and not body.get("stream"):
         raise ConfigurationError("`stream_options` can be used with `stream` only.")
     if unknown := set(options) - {"include_usage", "include_obfuscation"}:
-        raise ConfigurationError(f"`stream_options.{min(unknown)}` is not served by this server.")
+        raise ConfigurationError(f"`stream_options.{min(unknown)}` is not supported by this server.")
     tool_choice = body.get("tool_choice")
     if tool_choice not in (None, "auto", "none"):
         raise ConfigurationError(
-            f"`tool_choice={tool_choice!r}` is not served by this server: the model chooses. Pass 'auto' or 'none'."
+            f"`tool_choice={tool_choice!r}` is not supported by this server: the model chooses. Pass 'auto' or 'none'."
         )
     for name in ("max_tokens", "max_completion_tokens"):
         _integer(body, name, None, 1, limits.max_new_tokens)
@@ -183,7 +183,7 @@ def _refuse(body: Mapping[str, Any], served: set[str]) -> None:
 def _refuse_unless_idle(body: Mapping[str, Any], name: str, idle: Sequence[Any]) -> None:
     value = body.get(name)
     if value is not None and value not in idle:
-        raise ConfigurationError(f"`{name}={value!r:.60}` is not served by this server. Leave it out.")
+        raise ConfigurationError(f"`{name}={value!r:.60}` is not supported by this server. Leave it out.")
 
 
 def _integer(body: Mapping[str, Any], name: str, default: Any, least: int, most: int) -> Any:
@@ -211,7 +211,5 @@ def _num_best(body: Mapping[str, Any], is_chat: bool) -> int | None:
 def _stops(stop: Any) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
-        raise ConfigurationError(
-            f"`stop` has to be a text or a list of texts that are not empty, but is {stop!r:.100}."
-        )
+        raise ConfigurationError(f"`stop` has to be a text or a list of non-empty texts, but is {stop!r:.100}.")
     return list(stops)

@@ -13,6 +13,7 @@ from transformers import LogitsProcessor
 
 from ..errors import ConfigurationError
 from ..model import EnsembleForCausalLM
+from ..optional_packages import not_installed
 
 _NUM_KEPT = 64
 """Compiled schemas that are kept."""
@@ -109,9 +110,7 @@ class Grammars:
             try:
                 import xgrammar
             except ImportError as error:
-                raise ConfigurationError(
-                    '`response_format` needs a package that is not installed: `pip install "hf_ensemble[json]"`.'
-                ) from error
+                raise not_installed("`response_format` compiles a grammar", "xgrammar") from error
             primary = self._ensemble.member_views[0]
             info = xgrammar.TokenizerInfo.from_huggingface(
                 primary.tokenizer, vocab_size=primary.vocab_size, stop_token_ids=list(primary.eos_token_ids)

@@ -55,7 +55,7 @@ class Guard:
             return
         body = await self._body(scope, receive)
         if body is None:
-            message = f"the body is larger than {self._most} bytes, which is this server's limit."
+            message = f"the body is larger than this server's limit of {self._most} bytes."
             await _answer(counted, 413, message, "request_too_large")
             return
         gone = asyncio.Event()

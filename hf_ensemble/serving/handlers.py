@@ -76,7 +76,7 @@ class Requests:
         elif config.max_new_tokens is None:
             config.max_new_tokens = min(_DEFAULT_NEW_TOKENS, most)
         elif config.max_new_tokens > most:
-            raise ConfigurationError(f"`max_new_tokens` may be {most} at most, but is {config.max_new_tokens}.")
+            raise ConfigurationError(f"`max_new_tokens` can be at most {most}, but is {config.max_new_tokens}.")
         return config
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
@@ -109,7 +109,7 @@ class _Writes(Requests):
         count = len(prompts) * asked.count
         if count > self.engine.limits.max_waiting:
             raise ConfigurationError(
-                f"the request asks for {count} texts, of which {self.engine.limits.max_waiting} may wait at most."
+                f"the request asks for {count} texts, but at most {self.engine.limits.max_waiting} may wait."
             )
         choices = [self._choice(config, asked, model, prompts[n // asked.count]) for n in range(count)]
         work = Work(self.engine, make_job, count, client_is_gone())
@@ -315,7 +315,7 @@ class EngineManager(BaseGenerateManager):
                 if told[1].id is not None:
                     ids.append(told[1].id)
         except ClientGone:
-            raise fastapi.HTTPException(499, "the client has gone.") from None
+            raise fastapi.HTTPException(499, "the client has disconnected.") from None
         return processor.decode(ids, skip_special_tokens=True), inputs["input_ids"].shape[-1], torch.tensor(ids)
 
     def stop(self) -> None:

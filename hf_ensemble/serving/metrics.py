@@ -6,16 +6,16 @@ from collections.abc import Iterable
 
 _HELP = {
     "requests_total": ("counter", "Requests, by endpoint and status."),
-    "prompt_tokens_total": ("counter", "The primary's tokens in prompts that were taken on."),
-    "generated_tokens_total": ("counter", "The primary's tokens that were written."),
+    "prompt_tokens_total": ("counter", "The primary's tokens in accepted prompts."),
+    "generated_tokens_total": ("counter", "The primary's tokens written."),
     "texts_waiting": ("gauge", "Texts that wait."),
-    "texts_running": ("gauge", "Texts that are being written."),
-    "texts_given_up_total": ("counter", "Texts that were given up: by their client, or for their time."),
-    "steps_total": ("counter", "Steps of running batches; each writes a token in every text."),
-    "step_seconds_total": ("counter", "Seconds in these steps."),
-    "milliseconds_per_token": ("gauge", "Milliseconds of the last step by the number of texts in it."),
+    "texts_running": ("gauge", "Texts being written."),
+    "texts_given_up_total": ("counter", "Texts given up because the client left or time ran out."),
+    "steps_total": ("counter", "Steps of running batches; each writes one token in every text."),
+    "step_seconds_total": ("counter", "Seconds spent in these steps."),
+    "milliseconds_per_token": ("gauge", "Milliseconds of the last step, divided by the number of texts in it."),
     "member_forward_passes_total": ("counter", "Forward passes, by member."),
-    "member_seconds_total": ("counter", "Seconds in which a member was started or waited for, by member."),
+    "member_seconds_total": ("counter", "Seconds spent starting a member or waiting for it, by member."),
 }
 
 Labels = tuple[tuple[str, str], ...]

@@ -41,8 +41,8 @@ class AnchorTokens:
         common = np.flatnonzero(has_all)
         if not len(common):
             raise VocabularyError(
-                "the members' tokenizers have no entry in common, so there is no anchor token. Use a method that needs "
-                "none, such as 'unite'."
+                "the members' tokenizers have no entry in common, so there are no anchor tokens. Use a method that "
+                "needs none, such as 'unite'."
             )
         self.num_common = len(common)
         if num_anchors is not None and num_anchors < len(common):

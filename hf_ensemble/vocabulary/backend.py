@@ -15,8 +15,8 @@ def fast_backend(tokenizer: PreTrainedTokenizerBase, name: str | None = None) ->
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise VocabularyError(
-            f"the tokenizer of {name or tokenizer.name_or_path!r} cannot be understood: {type(tokenizer).__name__} has "
-            "no fast backend. Load a fast tokenizer (one saved with a tokenizer.json)."
+            f"the tokenizer of {name or tokenizer.name_or_path!r} is not supported: {type(tokenizer).__name__} has no "
+            "fast backend. Load a fast tokenizer (one saved with a tokenizer.json)."
         )
     return without_dropout(backend)
 

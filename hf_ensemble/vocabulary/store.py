@@ -46,7 +46,7 @@ def load_arrays(key: str) -> dict[str, np.ndarray] | None:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        messages.warn(f"the stored map {path} is damaged ({error}) and is built again.")
+        messages.warn(f"the stored map {path} is damaged ({error}) and will be rebuilt.")
         return None
 
 
@@ -63,8 +63,8 @@ def save_arrays(key: str, arrays: dict[str, np.ndarray]) -> None:
             temporary.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         messages.warn(
-            f"cannot store vocabulary maps in {folder} ({error}): they are built again next time. "
-            "Set HF_ENSEMBLE_CACHE to a folder that can be written."
+            f"vocabulary maps cannot be stored in {folder} ({error}), so they will be rebuilt next time. Set "
+            "HF_ENSEMBLE_CACHE to a writable folder."
         )
 
 

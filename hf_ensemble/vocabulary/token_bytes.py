@@ -176,8 +176,8 @@ class TokenBytes:
             written = text_or_none(self.write_from_start([anchor, *ids]))
             if written not in (None, decoded):
                 raise VocabularyError(
-                    f"the tokenizer of {self.name!r} cannot be understood: ids {ids[:8]} should write {written!r} by "
-                    f"its vocabulary, but its decoder writes {decoded!r}. Use a tokenizer whose `decoder` matches its "
+                    f"the tokenizer of {self.name!r} is not supported: by its vocabulary, ids {ids[:8]} write "
+                    f"{written!r}, but its decoder writes {decoded!r}. Use a tokenizer whose `decoder` matches its "
                     "vocabulary (byte-level, SentencePiece-style or WordPiece)."
                 )
 
@@ -210,12 +210,12 @@ class TokenWriter:
                     self.strips_start |= part.get("prepend_scheme", "always") != "never"
                 elif part["type"] == "Strip":
                     if part["content"] != " " or part["start"] > 1 or part["stop"]:
-                        raise VocabularyError(f"the tokenizer of {name!r} cannot be understood: decoder {part}.")
+                        raise VocabularyError(f"the tokenizer of {name!r} is not supported: decoder {part}.")
                     self.strips_start |= part["start"] == 1
         else:
             raise VocabularyError(
-                f"the tokenizer of {name!r} cannot be understood: its decoder is {kinds or None}. Known are byte-level, "
-                "SentencePiece-style (Replace, ByteFallback, Metaspace) and WordPiece decoders."
+                f"the tokenizer of {name!r} is not supported: its decoder is {kinds or None}. Supported are "
+                "byte-level, SentencePiece-style (Replace, ByteFallback, Metaspace) and WordPiece decoders."
             )
 
     def decode(self, tokens: list[str]) -> str:

@@ -33,7 +33,7 @@ def test_functions_of_one_name_are_tuned_apart(tmp_path):
     found = tune_method(random_ensemble(), examples, "exact_match", {"score": scores}, **options)
     first, second = (point.responses[0] for point in found.table)
     assert first != second
-    with pytest.raises(ConfigurationError, match="nobody could find it again"):
+    with pytest.raises(ConfigurationError, match="could not find it again"):
         tune_method(
             random_ensemble(), examples, "exact_match", {"score": scores}, state_file=tmp_path / "state", **options
         )
@@ -125,10 +125,10 @@ def test_the_command_line_says_which_scores_there_are():
     ("utility", "said"),
     [
         (lambda c, r: (1 / 0 for _ in c), "raised ZeroDivisionError"),
-        (lambda c, r: [10**400] * len(c), "has to give 9 numbers"),
-        (lambda c, r: dict.fromkeys(range(len(c)), 1.0), "has to give 9 numbers"),
-        (lambda c, r: ["1"] * len(c), "has to give 9 numbers"),
-        (lambda c, r: 1.0, "has to give 9 numbers"),
+        (lambda c, r: [10**400] * len(c), "has to return 9 numbers"),
+        (lambda c, r: dict.fromkeys(range(len(c)), 1.0), "has to return 9 numbers"),
+        (lambda c, r: ["1"] * len(c), "has to return 9 numbers"),
+        (lambda c, r: 1.0, "has to return 9 numbers"),
     ],
     ids=["lazy", "huge", "dictionary", "texts", "one"],
 )

@@ -441,7 +441,7 @@ def test_a_function_of_a_ranker_is_one_too(paths, tmp_path):
 def test_a_function_without_an_import_path_is_not_saved(function, paths, tmp_path):
     ensemble = EnsembleForCausalLM.from_pretrained(paths, method=VoteConfig(extract=function))
     run(ensemble, PROMPTS[:1])
-    with pytest.raises(ConfigurationError, match="`extract`.*cannot be imported.*function of a module"):
+    with pytest.raises(ConfigurationError, match="`extract`.*cannot be imported.*top level of a module"):
         ensemble.save_pretrained(tmp_path / "ensemble")
     assert not (tmp_path / "ensemble" / "config.json").exists()
 

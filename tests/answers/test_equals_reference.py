@@ -221,7 +221,7 @@ def compare(ensemble, inputs, rows, configs, weights, num_return_sequences, own_
 
     for config in configs:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="no candidate holds an answer")
+            warnings.filterwarnings("ignore", message="no candidate contains an answer")
             output = ensemble.generate(
                 **inputs,
                 method=config,
@@ -536,7 +536,7 @@ def test_no_answer_at_all_is_the_primarys_with_a_warning():
     members = telling(*SENTENCES)
     ensemble = make_ensemble(*zip(*members, strict=True))
     inputs = ensemble.tokenizer(PROMPTS[0], return_tensors="pt")
-    with pytest.warns(UserWarning, match="no candidate holds an answer.*primary.*extract.*never"):
+    with pytest.warns(UserWarning, match="no candidate contains an answer.*primary.*extract.*never"):
         found = ensemble.generate(**inputs, method=VoteConfig(extract="never"), max_new_tokens=60)
     assert ensemble.tokenizer.decode(found[0], skip_special_tokens=True) == PROMPTS[0] + SENTENCES[0][1]
 

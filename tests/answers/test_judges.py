@@ -496,7 +496,7 @@ def test_learned_positions_are_a_limit(tmp_path):
 def test_a_checkpoint_that_is_no_pairwise_ranker_is_refused(tmp_path):
     path = pair_ranker(tmp_path / "a", drop=["head_layer.4.bias"])[2]
     with pytest.raises(
-        ConfigurationError, match=r"pairwise ranker '.*' is no checkpoint.*lacks 1 weights.*'head_layer.4.bias'"
+        ConfigurationError, match=r"pairwise ranker '.*' is not a checkpoint.*lacks 1 weights.*'head_layer.4.bias'"
     ):
         PairRanker(path).load()
     model, _, path = pair_ranker(tmp_path / "b")
@@ -506,7 +506,7 @@ def test_a_checkpoint_that_is_no_pairwise_ranker_is_refused(tmp_path):
         PairRanker(path).load()
     path = reward_llama(tmp_path / "c")[2]
     with pytest.raises(
-        ConfigurationError, match="is no pairwise ranker: its configuration says 'llama' and lacks `n_tasks`"
+        ConfigurationError, match="is not a pairwise ranker: its configuration says 'llama' and lacks `n_tasks`"
     ):
         PairRanker(path).load()
     _, tokenizer, path = pair_ranker(tmp_path / "d")

@@ -147,7 +147,7 @@ def test_criteria_named_like_columns_have_columns_of_their_own():
 
 def test_the_table_without_pandas_says_what_to_install(record, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(ConfigurationError, match=r"`to_pandas` needs pandas.*hf_ensemble\[decisions\]"):
+    with pytest.raises(ConfigurationError, match='`to_pandas` .*pip install "pandas>=2.2"'):
         record.to_pandas()
 
 
@@ -248,6 +248,6 @@ def test_a_notebook_shows_the_first_prompts_of_many():
 
 
 def test_a_page_is_whole_or_not_there(record, tmp_path):
-    with pytest.raises(ConfigurationError, match="no name of a file"):
+    with pytest.raises(ConfigurationError, match="not the name of a file"):
         record.to_html(tmp_path)
     assert list(tmp_path.iterdir()) == []

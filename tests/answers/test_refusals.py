@@ -147,13 +147,15 @@ def test_decisions_are_not_recorded():
 
 
 def test_more_returned_than_written():
-    refused(r"num_return_sequences=4.*3 are written to row 0.*fewer", num_beams=4, num_return_sequences=4)
+    refused(r"num_return_sequences=4.*3 were written for row 0.*fewer", num_beams=4, num_return_sequences=4)
     sampled = {"do_sample": True, "num_return_sequences": 4}
-    refused("num_return_sequences=4.*3 are written to row 0", **sampled)
-    refused("2 are written to row 0", weights=(1, 1, 0), do_sample=True, num_return_sequences=3)
-    refused("1 are written to row 1", PROMPTS, weights=((1, 1, 1), (0, 1, 0)), do_sample=True, num_return_sequences=2)
-    refused("9 are written", method=SEVERAL, do_sample=True, num_return_sequences=10)
-    refused("5 are written", method=VoteConfig(methods=("gac", "unite")), do_sample=True, num_return_sequences=6)
+    refused("num_return_sequences=4.*3 were written for row 0", **sampled)
+    refused("2 were written for row 0", weights=(1, 1, 0), do_sample=True, num_return_sequences=3)
+    refused(
+        "1 were written for row 1", PROMPTS, weights=((1, 1, 1), (0, 1, 0)), do_sample=True, num_return_sequences=2
+    )
+    refused("9 were written", method=SEVERAL, do_sample=True, num_return_sequences=10)
+    refused("5 were written", method=VoteConfig(methods=("gac", "unite")), do_sample=True, num_return_sequences=6)
     assert len(call(do_sample=True, num_return_sequences=3)) == 3
 
 
@@ -225,7 +227,7 @@ def test_a_prompt_that_ends_inside_a_character():
     ensemble = no_bytes_ensemble()
     primary = kit.spelling(ensemble.tokenizers[0])
     ids = torch.tensor([[*ensemble.tokenizer(PROMPT)["input_ids"], primary.canonical_id(b"\xe0")]])
-    match = "row 0 ends inside a character.*member-1.*whole characters"
+    match = "row 0 ends inside a character.*member-1.*whole character"
     with running_nobody(ensemble), pytest.raises(ConfigurationError, match=match):
         ensemble.generate(ids, method="vote", max_new_tokens=4)
 
@@ -260,7 +262,7 @@ def test_options_that_all_have(make):
         with pytest.raises(ConfigurationError, match="unknown method.*Known methods"):
             make(methods=methods)
     for method in ("vote", "mbr", "rerank", VoteConfig(), MbrConfig(), RerankConfig(), FuseConfig("a/b")):
-        with pytest.raises(ConfigurationError, match="`methods` holds '.*token- or span-level"):
+        with pytest.raises(ConfigurationError, match="`methods` contains '.*token- or span-level"):
             make(methods=("gac", method))
     for options in (["do_sample"], "do_sample", None, {1: 2}):
         with pytest.raises(ConfigurationError, match="`generate_options`.*dictionary"):
@@ -308,7 +310,7 @@ def test_options_of_a_fuser():
         with pytest.raises(ConfigurationError, match="`ranker`.*`RerankConfig`, `VoteConfig` or `MbrConfig`"):
             FuseConfig("a/b", ranker=ranker)
     for ranker in (VoteConfig(num_candidates=2), MbrConfig(methods=("gac",)), VoteConfig(generate_options={"a": 1})):
-        with pytest.raises(ConfigurationError, match="`ranker` ranks.*give.*to the `FuseConfig`"):
+        with pytest.raises(ConfigurationError, match="`ranker` only ranks.*pass.*to the `FuseConfig`"):
             FuseConfig("a/b", ranker=ranker)
     for top in (0, "3", 1.5):
         with pytest.raises(ConfigurationError, match="`top`.*positive integer"):
@@ -366,7 +368,7 @@ def test_a_utility_or_score_that_gives_no_numbers(case):
         ("score", RerankConfig(BAD_NUMBERS[case])),
     ):
         rule = "finite numbers" if case in ("nan", "inf") else f"{count[config.name]} numbers"
-        with pytest.raises(ConfigurationError, match=f"`{option}` .*has to give {rule}, but gave"):
+        with pytest.raises(ConfigurationError, match=f"`{option}` .*has to return {rule}, but returned"):
             call(method=config)
 
 
@@ -471,9 +473,9 @@ def test_a_member_of_weight_0_is_no_reason_to_fail():
 
 def test_texts_are_not_scored_by_votes():
     for method in ("vote", "mbr"):
-        with pytest.raises(ConfigurationError, match=f"'{method}'.*no text a likelihood.*RerankConfig"):
+        with pytest.raises(ConfigurationError, match=f"'{method}'.*has no likelihoods.*RerankConfig"):
             random_ensemble().score(["The"], [" cat"], method=method)
-    with pytest.raises(ConfigurationError, match="no text a likelihood"):
+    with pytest.raises(ConfigurationError, match="has no likelihoods"):
         random_ensemble().score(["The"], [" cat"], method=RerankConfig(breaks))
     found = random_ensemble().score(["The"], [" cat"], method="rerank")
     expected = random_ensemble().score(["The"], [" cat"], method="sweetspan")

@@ -361,7 +361,7 @@ def test_embeddings_that_were_resized_since_are_an_error_that_says_what_to_do(ch
     width = model.config.vocab_size
     text_of(ensemble)
     model.resize_token_embeddings(width + change)
-    message = rf"{width + change} ids, but its head was for {width} .*Make the ensemble anew"
+    message = rf"{width + change} ids, but had {width} .*Create the ensemble again"
     for method in ("gac", "unite", SPANS):
         with pytest.raises(ConfigurationError, match=f"member-{place}.*{message}"):
             text_of(ensemble, method=method)

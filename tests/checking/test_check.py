@@ -132,7 +132,7 @@ WORDS = {
     "dropout": "0.3",
     "BOS": "twice",
     "EOS": "MemberConfig(eos_token_id=[2])",
-    "head": "5 tokens more",
+    "head": "5 more tokens",
     "system turns": "drops",
     "end of turns": "MemberConfig(eos_token_id=[1])",
     "training mode": "eval()",

@@ -160,7 +160,7 @@ def test_a_state_file_of_another_search_is_refused(ensemble, tmp_path, changes, 
         models = [ensemble.members[0], tiny.tiny_gemma3(ensemble.tokenizers[1], seed=changes.pop("seed"))]
         ensemble = EnsembleForCausalLM.from_members(models, ensemble.tokenizers)
     options = {"examples": EXAMPLES, "max_new_tokens": 3, **changes}
-    with pytest.raises(ConfigurationError, match=f"is of another search: other {part}. Name another file"):
+    with pytest.raises(ConfigurationError, match=f"belongs to another search, with other {part}. Name another file"):
         tune_method(ensemble, metric=length, grid={"top_k": [1]}, state_file=state, **options)
     assert state.read_bytes() == before
 
@@ -183,7 +183,7 @@ def test_the_same_members_loaded_again_are_the_same_search(ensemble, calls, tmp_
 def test_a_file_that_is_no_state_is_left_alone(ensemble, tmp_path, content):
     state = tmp_path / "notes.txt"
     state.write_text(content, "utf-8")
-    with pytest.raises(ConfigurationError, match="is no file of a search"):
+    with pytest.raises(ConfigurationError, match="is not a file of a search"):
         tune_method(ensemble, EXAMPLES, length, GRID, max_new_tokens=1, state_file=state)
     assert state.read_text("utf-8") == content
 
@@ -194,7 +194,7 @@ def test_responses_that_are_damaged_are_named(ensemble, tmp_path, damaged):
     tune_method(ensemble, EXAMPLES, length, GRID, max_new_tokens=1, state_file=state)
     line, *others = state.read_text("utf-8").splitlines(keepends=True)
     state.write_text(json.dumps(json.loads(line) | {"responses": damaged}) + "\n" + "".join(others), "utf-8")
-    with pytest.raises(ConfigurationError, match="line 1 cannot be read .*`responses` is no list of"):
+    with pytest.raises(ConfigurationError, match="line 1 cannot be read .*`responses` is not a list of"):
         tune_method(ensemble, EXAMPLES, length, GRID, max_new_tokens=1, state_file=state)
 
 
@@ -216,7 +216,10 @@ def test_nothing_of_the_ensemble_and_no_random_number_is_used_up(ensemble, tmp_p
         ({"grid": {"top_k": [5, 0]}}, "`top_k` has to be a positive integer, but is 0"),
         ({"grid": {"weights": [[1, 1], [1, -1]]}}, "`weights` must be finite and at least 0"),
         ({"grid": {"weights": [[1, 1, 1]]}}, "`weights` must have one entry per member: got 3 for 2"),
-        ({"grid": {"weights": [lambda step: [1, 1]]}}, "have to be lists, but are <function"),
+        (
+            {"grid": {"weights": [lambda step: [1, 1]]}},
+            "have to be lists if they are searched or kept in a search, but are <function",
+        ),
         ({"examples": []}, "the development set is empty"),
         ({"metric": "bleu"}, "one of exact_match, contains, but is 'bleu'"),
         ({"max_new_tokens": -1}, "`max_new_tokens` has to be a positive integer"),
@@ -231,7 +234,7 @@ def test_bad_input_is_named_before_anything_runs(ensemble, calls, changes, messa
 
 
 def test_a_metric_that_gives_no_number_is_named(ensemble):
-    with pytest.raises(ConfigurationError, match="finite number, but gave nan for example 0"):
+    with pytest.raises(ConfigurationError, match="finite number, but returned nan for example 0"):
         tune_method(ensemble, EXAMPLES, lambda *_: float("nan"), GRID, max_new_tokens=1)
 
 

@@ -122,7 +122,7 @@ def test_a_finer_cut_alone_changes_nothing():
     torch.testing.assert_close(found, torch.tensor([[0.5, 0.5]]), atol=1e-4, rtol=0)
 
 
-@pytest.mark.filterwarnings("ignore:the prompt holds control tokens")
+@pytest.mark.filterwarnings("ignore:the prompt contains control tokens")
 def test_control_tokens_of_a_template_are_read_but_not_counted():
     ensemble = Recipe((("llama", "smol"), ("gemma3", "gemma"))).ensemble
     plain = "The capital of France is"
@@ -188,7 +188,7 @@ def test_a_member_that_gives_nan_is_named():
     inputs = padded(ensemble, PROMPTS[:1])
     packllm_weights(ensemble, **inputs)
     bad.shift = math.nan
-    with pytest.raises(MemberError, match="'ScriptedModel' gave NaN or infinite logits on the prompt"):
+    with pytest.raises(MemberError, match="'ScriptedModel' returned NaN or infinite logits on the prompt"):
         packllm_weights(ensemble, **inputs)
 
 

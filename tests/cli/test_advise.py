@@ -64,10 +64,10 @@ def test_what_does_not_pay_is_not_saved(tmp_path, capsys):
         (["--data", "texts.jsonl", "--methods", "gac@0.5,0.5"], "takes no weights"),
         (["--data", "texts.jsonl", "a.txt", "b.txt"], "one file or two"),
         (["--data", "texts.jsonl", "--page", "page.txt"], "has to end in .html"),
-        (["--data", "texts.jsonl", "--limit", "2"], "2 examples, which tell nothing apart"),
-        (["--data", "texts.jsonl", "--save", "texts.jsonl/inside"], "is no folder"),
+        (["--data", "texts.jsonl", "--limit", "2"], "2 examples, too few to compare anything"),
+        (["--data", "texts.jsonl", "--save", "texts.jsonl/inside"], "is not a folder"),
         (["--data", "texts.jsonl", "--output", "nowhere/advice.json"], "the folder does not exist"),
-        (["--data", "texts.jsonl", "--state-folder", "texts.jsonl"], "cannot be made"),
+        (["--data", "texts.jsonl", "--state-folder", "texts.jsonl"], "cannot be created"),
         (["--data", "texts.jsonl", "--minutes", "0"], "`minutes` has to be a positive number"),
     ],
 )

@@ -44,7 +44,7 @@ def test_a_table_is_printed_and_written_and_work_goes_on(tmp_path, capsys):
     table, state = tmp_path / "table.md", tmp_path / "state.jsonl"
     arguments = [*MEMBERS, "--data", "questions.jsonl", "worked.txt", "--measures", "exact_match"]
     arguments += ["--max-new-tokens", 3, "--state-file", state, "--table", table]
-    with pytest.raises(EnsembleError, match="run the same command again to go on"):
+    with pytest.raises(EnsembleError, match="run the same command again to continue"):
         run([*arguments, "--time-limit", 1e-9])
     assert not state.exists()
     run([*arguments, "--method", "gac", "--weights", 1, 0, "--also", "unite:top_k=5@0.7,0.3"])
@@ -96,12 +96,12 @@ def test_configurations_are_read(text, method, weights):
     [
         (["--also", "unit"], "unknown method 'unit'"),
         (["--also", "gac:eta=1"], "method 'gac' has no option 'eta'"),
-        (["--also", "gac@x"], "the weights in 'gac@x' are no numbers"),
+        (["--also", "gac@x"], "the weights in 'gac@x' are not numbers"),
         (["--table", "table.doc"], "has to end in .md"),
         (["--plot", "plot.md"], "has to end in .svg"),
         (["--responses", "responses.txt"], "has to end in .jsonl"),
         (["--responses", "none/responses.jsonl"], "the folder does not exist"),
-        (["--responses", "r.jsonl", "--measures", "accuracy"], "`--responses` needs something written"),
+        (["--responses", "r.jsonl", "--measures", "accuracy"], "`--responses` needs a measure of written text"),
         (["--data", "none.jsonl"], "none.jsonl cannot be read"),
         (["--data", "a", "b", "c"], "takes one file or two, but got 3"),
     ],

@@ -87,4 +87,4 @@ def test_help_names_what_the_library_has():
     text = COMMANDS["eval"].format_help()
     assert f"a table: {', '.join(TABLE_ENDINGS)}" in text
     assert f"a plot: {', '.join(PLOT_ENDINGS)}" in text
-    assert f"what it is worth: {', '.join(RESPONSES_ENDINGS)}" in " ".join(text.split())
+    assert f"all responses with their scores: {', '.join(RESPONSES_ENDINGS)}" in " ".join(text.split())

@@ -427,13 +427,13 @@ def test_bad_weights_are_refused(weights, message):
 @pytest.mark.parametrize("weights", [[[0.5, 0.5], [1, 0]], lambda step, ids: [1, 1]])
 def test_an_ensemble_keeps_one_list_of_weights_only(weights, tmp_path):
     members = CORE_RECIPES[0].ensemble
-    with pytest.raises(ConfigurationError, match="can be given to `generate` only"):
+    with pytest.raises(ConfigurationError, match="Only `generate` takes"):
         make_ensemble(list(members.members), members.tokenizers, weights=weights)
     ensemble = make_ensemble(list(members.members), members.tokenizers)
     for item in ensemble.config.members:
         item.path = "somewhere/model"
     ensemble.config.weights = weights
-    with pytest.raises(ConfigurationError, match="can be given to `generate` only"):
+    with pytest.raises(ConfigurationError, match="Only `generate` takes"):
         ensemble.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -460,9 +460,9 @@ def test_spans_take_no_weights_by_row():
         (lambda: UniteConfig(threshold=-0.1), "`threshold` has to be a probability.*-0.1"),
         (lambda: UniteConfig(threshold=True), "`threshold` has to be a probability.*True"),
         (lambda: GacConfig(threshold=0.5, gate=-1), "`gate` has to be the number of a member.*-1"),
-        (lambda: GacConfig(gate=1), "`gate` is 1, but does nothing without a `threshold`"),
+        (lambda: GacConfig(gate=1), "`gate` is 1, but has no effect without a `threshold`"),
         (lambda: GacConfig(space="cubic"), "`space` has to be 'linear' or 'log', but is 'cubic'"),
-        (lambda: GacConfig(alpha=0.1), "`alpha` is 0.1, but does nothing without"),
+        (lambda: GacConfig(alpha=0.1), "`alpha` is 0.1, but has no effect without"),
         (lambda: GacConfig(space="log", alpha=2), "`alpha` has to be a number from 0 to 1.*2"),
         (lambda: GacConfig(strategy="dice"), "`strategy` has to be 'mixture_sampling'.*'dice'"),
         (lambda: GacConfig(strategy="mixture_sampling", threshold=0.5), "cannot be combined with a `threshold`"),

@@ -306,7 +306,7 @@ def test_a_row_ends_where_a_member_has_no_position_left():
 
 
 def test_what_cannot_share_a_batch_is_refused():
-    with pytest.raises(ConfigurationError, match="a batch that is shared"):
+    with pytest.raises(ConfigurationError, match="a shared batch"):
         Asked(make(), PROMPTS[0], num_beams=3)
     with pytest.raises(ConfigurationError, match="method 'sweetspan'"):
         Asked(make(method="sweetspan"), PROMPTS[0])

@@ -545,7 +545,7 @@ def test_processors_that_leave_nothing_are_an_error_that_names_the_member():
     tokenizer = tokenizer_of("small")
     ensemble = members_of(*((tokenizer, story(tokenizer, {ONE: 1})) for _ in range(2)))
     for do_sample in (False, True):
-        with pytest.raises(MemberError, match="nothing is left for member 'member-0'"):
+        with pytest.raises(MemberError, match="member 'member-0' has nothing left"):
             generate(
                 ensemble,
                 do_sample=do_sample,
@@ -675,7 +675,7 @@ def test_what_is_not_finite_names_member_dtype_and_round(index, do_sample, bad):
     spoilt[100] = bad
     with (
         changed_logits(models[index], lambda logits: logits + spoilt),
-        pytest.raises(MemberError, match=rf"'member-{index}' gave NaN.*round 1.*float16"),
+        pytest.raises(MemberError, match=rf"'member-{index}' returned NaN.*round 1.*float16"),
     ):
         generate(ensemble, "The", do_sample=do_sample)
 
@@ -693,7 +693,7 @@ def test_nan_that_arises_only_where_a_candidate_is_scored_is_named(index):
         return script(context)
 
     model.script = spoilt
-    with pytest.raises(MemberError, match=f"'member-{index}' gave NaN.*round 1"):
+    with pytest.raises(MemberError, match=f"'member-{index}' returned NaN.*round 1"):
         generate(ensemble)
 
 

@@ -256,7 +256,7 @@ def test_a_state_of_other_members_is_refused(ensemble, sets, scripted, tmp_path)
     with pytest.raises(ConfigurationError, match="is of another evaluation: other members"):
         evaluate(other, sets[1], state_file=state)
     state.write_text("notes\n", "utf-8")
-    with pytest.raises(ConfigurationError, match="is no file of an evaluation"):
+    with pytest.raises(ConfigurationError, match="is not a file of an evaluation"):
         evaluate(ensemble, sets[1], state_file=state)
     assert state.read_text("utf-8") == "notes\n"
 

@@ -144,7 +144,7 @@ def test_sets_marked_by_numbers_are_measured_by_exact_match_alone():
     outcomes = [Outcomes("one", True, questions, "write", {0: (" 11, no, 12", 1.0)})]
     assert [r.measure for r in Evaluation.from_outcomes(outcomes, MEASURES).results] == ["exact match"]
     with pytest.raises(
-        ConfigurationError, match="F1 is for answers marked as 'text', but 'set' has `marking` 'number'"
+        ConfigurationError, match="F1 needs answers marked as 'text', but 'set' has `marking` 'number'"
     ):
         questions.f1(" 12", questions.items[0])
 
@@ -314,7 +314,7 @@ def test_sacrebleu_is_needed_only_when_it_is_asked_for(monkeypatch):
     outcomes = written(a_set(2))
     assert Evaluation.from_outcomes(outcomes, DEFAULT_MEASURES).results
     for name in ("chrF", "BLEU"):
-        with pytest.raises(ConfigurationError, match=r'`pip install "hf_ensemble\[translation\]"`'):
+        with pytest.raises(ConfigurationError, match='`pip install "sacrebleu>=2.4,<3"`'):
             Evaluation.from_outcomes(outcomes, ["exact match", name])
     monkeypatch.undo()
     measures._metrics.cache_clear()

@@ -83,7 +83,7 @@ def test_reasoned_answers_are_marked_by_their_last_number():
         (["Who?"], "no known form"),
         (
             [{"text": "x"}, {"question": "Who?", "answer": "I"}],
-            "example 2 .* is of questions, but those before are of",
+            "example 2 .* is a questions example, but the ones before are of kind",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_damaged_examples_are_left_out_only_if_asked_and_counted():
     records = [good, {"question": "What?", "A": "", "B": "", "answer": "2"}, good | {"answer": "A"}, good]
     with pytest.raises(ConfigurationError, match="example 2 .* has no known form.*`skip_damaged=True`"):
         read_set(records)
-    with pytest.warns(UserWarning, match="1 examples of 'examples' have no known form and are left out.*example 2"):
+    with pytest.warns(UserWarning, match="1 examples of 'examples' have no known form and are skipped.*example 2"):
         own = read_set(records, skip_damaged=True, limit=2)
     assert [item.right for item in own.items] == [1, 0]
 
@@ -106,7 +106,7 @@ def test_bad_files_are_named(tmp_path):
     with pytest.raises(ConfigurationError, match="none.jsonl cannot be read"):
         read_set(tmp_path / "none.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text"', "utf-8")
-    with pytest.raises(ConfigurationError, match="line 2 of .*bad.jsonl is no JSON"):
+    with pytest.raises(ConfigurationError, match="line 2 of .*bad.jsonl is not JSON"):
         read_set(tmp_path / "bad.jsonl")
     with pytest.raises(ConfigurationError, match="answer without a number"):
         read_set([{"question": "Who?", "answer": "I"}], marking="number")

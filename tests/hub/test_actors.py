@@ -56,9 +56,7 @@ def test_a_saved_ensemble_starts_actors_only_where_that_is_allowed(folders, tmp_
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
     with pytest.raises(ConfigurationError, match=r"'.*b' of this saved ensemble.*num_cpus.*`allow_remote=True`"):
         EnsembleForCausalLM.from_pretrained(tmp_path)
-    with pytest.raises(
-        ConfigurationError, match=r'member \'b\'.*`ray` is not installed: `pip install "hf_ensemble\[ray\]"`'
-    ):
+    with pytest.raises(ConfigurationError, match=r'member \'b\'.*`ray` is not installed: `pip install "ray>=2.10"`'):
         EnsembleForCausalLM.from_pretrained(tmp_path, allow_remote=True)
 
 

@@ -174,7 +174,7 @@ def rewritten(adapter, **values):
 
 
 BROKEN = {
-    "no model named": (lambda b, a: rewritten(a, base_model_name_or_path=None), "does not say of which model"),
+    "no model named": (lambda b, a: rewritten(a, base_model_name_or_path=None), "does not name its model"),
     "a relative path that is none": (
         lambda b, a: rewritten(a, base_model_name_or_path="./gone"),
         r"'.*adapter' is an adapter of the model './gone'.*no folder.*MemberConfig\(path=",
@@ -185,7 +185,7 @@ BROKEN = {
         "'.*adapter-2' is an adapter itself",
     ),
     "an adapter of itself": (lambda b, a: rewritten(a, base_model_name_or_path=str(a)), "cannot be loaded"),
-    "another kind": (lambda b, a: rewritten(a, peft_type="NOVELTY"), "cannot be understood.*NOVELTY"),
+    "another kind": (lambda b, a: rewritten(a, peft_type="NOVELTY"), "cannot be read.*NOVELTY"),
     "learned prompts": (lambda b, a: rewritten(a, peft_type="PROMPT_TUNING"), "PROMPT_TUNING.*Use LoRA"),
     "an adapter apart that is none": (lambda b, a: [MemberConfig(path=b, adapter=b)], "no adapter at"),
     "an adapter apart that is nowhere": (lambda b, a: [MemberConfig(path=b, adapter="./gone")], "no folder './gone'"),
@@ -212,7 +212,7 @@ def test_an_adapter_of_another_model_is_refused(options, adapter, tmp_path):
     model = tiny.tiny_llama(tiny.smol_like(), **sizes)
     model.save_pretrained(tmp_path / "other")
     tiny.smol_like().save_pretrained(tmp_path / "other")
-    remedy = "merge_and_unload" if "hidden_size" in options else "it is of another model"
+    remedy = "merge_and_unload" if "hidden_size" in options else "it belongs to another model"
     with pytest.raises(ConfigurationError, match=f"(?s)member 'x' cannot be loaded.*{remedy}"):
         EnsembleForCausalLM.from_pretrained([MemberConfig(path=tmp_path / "other", adapter=adapter, name="x")])
 

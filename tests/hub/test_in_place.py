@@ -202,7 +202,7 @@ def test_what_cannot_be_finished_is_said(pair, stopping, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refuse)
         patch.setattr(Path, "replace", refuse)
-        with pytest.raises(ConfigurationError, match="was stopped before all files were in place.*Read-only"):
+        with pytest.raises(ConfigurationError, match="was interrupted before all files were in place.*Read-only"):
             EnsembleForCausalLM.from_pretrained(tmp_path)
     assert is_same(tmp_path, new)
 

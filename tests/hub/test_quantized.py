@@ -216,11 +216,11 @@ REFUSED = {
     "weights that cannot be": ([None, Rounding(fails=True)], "member '.*b' cannot be loaded: weights of an odd shape"),
     "a package that is missing": (
         [None, {"quant_method": "torchao"}],
-        "member '.*b' is quantised by torchao, which is not installed: `pip install torchao`",
+        "member '.*b' is quantised by torchao, but `torchao` is not installed: `pip install torchao`",
     ),
     "the same by its options": (
         [None, BitsAndBytesConfig(load_in_4bit=True).to_dict() | {"quant_method": None}],
-        "member '.*b' is quantised by bitsandbytes, which is not installed: `pip install bitsandbytes`",
+        "member '.*b' is quantised by bitsandbytes, but `bitsandbytes` is not installed: `pip install bitsandbytes`",
     ),
 }
 
@@ -252,7 +252,9 @@ def test_a_missing_package_is_named_before_any_weight_is_read(folders, tmp_path,
         (str(tmp_path / "b"), "torchao"),
         (MemberConfig(path=folders[1], gguf_file="b.gguf"), "gguf"),
     ):
-        with pytest.raises(ConfigurationError, match=f"b' is quantised by {package}, which is not installed: `pip"):
+        with pytest.raises(
+            ConfigurationError, match=f"b' is quantised by {package}, but `{package}` is not installed: `pip"
+        ):
             EnsembleForCausalLM.from_pretrained([folders[0], item])
 
 

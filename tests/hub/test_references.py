@@ -189,9 +189,9 @@ def test_loaded_objects_are_refused_with_the_remedy(what, project):
     [
         ("org/repo/model-Q4.gguf", r"MemberConfig\(path='org/repo', gguf_file='model-Q4.gguf'\)"),
         ("model.GGUF", r"MemberConfig\(path='.', gguf_file='model.GGUF'\)"),
-        ("a/config.json", "Name the folder that it lies in"),
-        ("models/llama/7b", "no folder 'models/llama/7b', and it is no id"),
-        ("my model", "no folder 'my model', and it is no id"),
+        ("a/config.json", "Name the folder that contains it"),
+        ("models/llama/7b", "no folder 'models/llama/7b', and it is not a Hub id"),
+        ("my model", "no folder 'my model', and it is not a Hub id"),
         ("./nope", "no folder './nope'"),
     ],
 )
@@ -218,7 +218,7 @@ def test_what_looks_like_a_folder_is_asked_for_once_where_the_hub_cannot_be_reac
     with hub_server.hub({}) as server:
         hub_server.connect(monkeypatch, server, tmp_path / "cache")
     start = time.monotonic()
-    with pytest.raises(ConfigurationError, match=f"no folder '{path}', and the Hub cannot be asked"):
+    with pytest.raises(ConfigurationError, match=f"no folder '{path}', and the Hub cannot be reached"):
         EnsembleForCausalLM.from_pretrained(["a", path] if is_listed else path)
     assert time.monotonic() - start < 2
 
@@ -228,7 +228,7 @@ def test_offline_and_where_the_hub_answers_the_error_says_so(project, tmp_path, 
     monkeypatch.chdir(project)
     for options in ({"local_files_only": True}, {}):
         with pytest.raises(
-            ConfigurationError, match=r"(?s)'nope' cannot be loaded: .*There is no folder 'nope' here either"
+            ConfigurationError, match=r"(?s)'nope' cannot be loaded: .*And there is no folder 'nope' here"
         ):
             EnsembleForCausalLM.from_pretrained(["a", "nope"], **options)
     with hub_server.hub({}) as server:

@@ -363,7 +363,7 @@ def test_one_object_that_holds_several_adapters_is_refused(places):
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapters[0], adapter_name="a")
     inner = model.get_base_model()
     for models in ([model, inner], [inner, model]):
-        with pytest.raises(ConfigurationError, match=r"one model in which adapters stand \(a\) more than once"):
+        with pytest.raises(ConfigurationError, match=r"one model that holds several adapters \(a\) more than once"):
             EnsembleForCausalLM.from_members(models, [tokenizer] * 2)
     EnsembleForCausalLM.from_members([model, model], [tokenizer] * 2)
     model.load_adapter(adapters[1], adapter_name="b")

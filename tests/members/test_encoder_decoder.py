@@ -162,7 +162,7 @@ def test_the_prompt_is_the_source_where_there_is_no_other():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the prompt holds control tokens")  # its unknown token, for a newline
+@pytest.mark.filterwarnings("ignore:the prompt contains control tokens")  # its unknown token, for a newline
 def test_spans_equal_the_reference():
     indices, ensemble = (3, 1, 2), ensemble_of(3, 1, 2)
     batch = padded_batch(ensemble)

@@ -12,7 +12,7 @@ from hf_ensemble.members.ray.line import AnsweringLine, AskingLine, Failure, Num
 
 def handler(what, arguments):
     if what == "raise":
-        raise MemberError("member 'a' gave NaN")
+        raise MemberError("member 'a' returned NaN")
     if what == "break":
         return 1 / 0
     return what, arguments
@@ -36,7 +36,7 @@ def test_answers_come_to_whoever_asked_also_where_an_earlier_one_is_given_up(num
 def test_errors_of_this_package_keep_their_kind_and_others_are_told(number):
     line = AskingLine(number)
     assert line.ask("raise", ()).result(10) == Failure(
-        MemberError, ("member 'a' gave NaN",), "MemberError: member 'a' gave NaN"
+        MemberError, ("member 'a' returned NaN",), "MemberError: member 'a' returned NaN"
     )
     assert line.ask("break", ()).result(10).text == "ZeroDivisionError: division by zero"
     line.close()

@@ -288,14 +288,14 @@ REFUSED = {
         "method 'unite' asks member 'gemma' for 65 best entries, but its server at .* lists 64. Start it with "
         "`--max-logprobs 75`, or lower `top_k`",
     ),
-    "beams of answers": ({"method": "vote", "num_beams": 2}, "does not know `num_beams=2`"),
+    "beams of answers": ({"method": "vote", "num_beams": 2}, "does not support `num_beams=2`"),
     "typical answers": (
         {"method": "vote", "do_sample": True, "typical_p": 0.5},
-        "'gemma' writes at its server, which does not know `typical_p=0.5`",
+        "'gemma' writes at its server, which does not support `typical_p=0.5`",
     ),
     "typical spans": (
         {"method": "sweetspan", "do_sample": True, "typical_p": 0.5},
-        "'gemma' writes its spans at its server, which does not know the logits processor TypicalLogitsWarper",
+        "'gemma' writes its spans at its server, which does not support the logits processor TypicalLogitsWarper",
     ),
 }
 
@@ -318,7 +318,7 @@ def test_what_else_a_server_cannot_give_is_refused(made):
         ensemble(torch.tensor([[3, 4]]))
     with pytest.raises(ConfigurationError, match="`output_hidden_states`.*the primary 'smol'"):
         run(ensemble, output_hidden_states=True, return_dict_in_generate=True)
-    with pytest.raises(ConfigurationError, match="`stopping_criteria` cannot be used where the primary 'smol' writes"):
+    with pytest.raises(ConfigurationError, match="`stopping_criteria` cannot be used if the primary 'smol' writes"):
         run(ensemble, method="vote", weights=[1, 0], stopping_criteria=[lambda ids, scores: False])
 
 
@@ -327,7 +327,7 @@ FAULTS = {
     "refuses": ([refuses(500)] * 5, "it answers 500"),
     "nan": (
         [changes(lambda c: c["logprobs"]["token_logprobs"].__setitem__(0, float("nan")))],
-        "holds nan in the place",
+        "contains nan in place",
     ),
     "redirects": ([refuses(307, Location="http://elsewhere/v1")], "redirects to http://elsewhere/v1"),
     "another model": ([lambda _, answer: answer | {"model": "new"}], "it answered for the model 'new', not 'gemma'"),
@@ -457,9 +457,7 @@ def test_without_a_configuration_the_tokenizer_tells(folders, local, tmp_path):
     local.tokenizers[1].save_pretrained(tmp_path)
     with serving(local.members[1], local.tokenizers[1], name="gemma") as server:
         item = MemberConfig(url=server.url, model="gemma", tokenizer=tmp_path)
-        with pytest.warns(
-            UserWarning, match=r"no `config.json` .*taken to have \d+ ids.*eos_token_id=..., vocab_size="
-        ):
+        with pytest.warns(UserWarning, match=r"no `config.json` .*it has \d+ ids.*eos_token_id=..., vocab_size="):
             ensemble = EnsembleForCausalLM.from_pretrained([folders[0], item])
         assert torch.equal(run(ensemble), run(local))
 
@@ -473,10 +471,10 @@ def test_another_tokenizer_is_refused(folders, servers):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "gemma"}, "`model` belongs to a server: give its `url` too"),
+        ({"model": "gemma"}, "`model` is only for members behind a server: give its `url` too"),
         ({"url": "http://host/v1"}, "needs `model`"),
         ({"url": "http://host/v1", "model": "m", "path": "p"}, "has the `url` 'http://host/v1' and also `path`"),
-        ({"url": "http://me:pw@host/v1", "model": "m"}, r"\(http://host/v1\) holds a user or a query"),
+        ({"url": "http://me:pw@host/v1", "model": "m"}, r"\(http://host/v1\) contains a user or a query"),
         ({"url": "http://host/v1", "model": "m", "timeout": 0}, "`timeout` has to be a number of seconds above 0"),
         ({"url": "http://host/v1", "model": "m", "vocab_size": 0}, "vocab_size"),
         ({"url": "http://host/v1", "model": "m", "ray": {}}, "has the `url` 'http://host/v1' and also `ray`"),
@@ -583,7 +581,7 @@ def test_the_stock_pipeline_takes_them(made):
 
 
 def test_a_member_without_a_tokenizer_is_refused(folders, servers):
-    with pytest.raises(VocabularyError, match="'smol' is behind a server, from which no tokenizer comes. Set"):
+    with pytest.raises(VocabularyError, match="'smol' is behind a server, which does not provide a tokenizer. Set"):
         EnsembleForCausalLM.from_pretrained([MemberConfig(url=servers[0].url, model="smol"), folders[1]])
 
 

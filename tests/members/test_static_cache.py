@@ -363,7 +363,7 @@ def test_nan_of_a_primary_alone_is_an_error(do_sample, static):
     ensemble = make_ensemble([tiny.tiny_llama(tokenizer, seed=seed) for seed in (1, 2)], [tokenizer] * 2)
     with torch.no_grad():
         ensemble.members[0].get_input_embeddings().weight.fill_(torch.nan)
-    with pytest.raises(MemberError, match="gave NaN or infinite logits in row 0 at step 1"):
+    with pytest.raises(MemberError, match="returned NaN or infinite logits in row 0 at step 1"):
         text_of(ensemble, "unite", weights=[1, 0], do_sample=do_sample)
 
 

@@ -197,7 +197,7 @@ def test_options_of_eva_are_checked(options):
 
 def test_without_rapidfuzz_choosing_mined_says_how_to_get_it(monkeypatch, ensemble):
     monkeypatch.setitem(sys.modules, "rapidfuzz", None)
-    message = r'pip install "hf_ensemble\[mined\]"'
+    message = 'pip install "rapidfuzz>=3.14.6"'
     with pytest.raises(ConfigurationError, match=message):
         EnsembleForCausalLM.from_pretrained(["no-such-model", "no-such-model"], method="mined")
     with pytest.raises(ConfigurationError, match=message):
@@ -263,5 +263,5 @@ def test_a_saved_ensemble_may_be_used_with_another_method_without_rapidfuzz(tmp_
     EnsembleForCausalLM.from_pretrained([path, path], method="mined").save_pretrained(tmp_path / "saved")
     monkeypatch.setitem(sys.modules, "rapidfuzz", None)
     assert EnsembleForCausalLM.from_pretrained(tmp_path / "saved", method="gac").config.method == GacConfig()
-    with pytest.raises(ConfigurationError, match=r'pip install "hf_ensemble\[mined\]"'):
+    with pytest.raises(ConfigurationError, match='pip install "rapidfuzz>=3.14.6"'):
         EnsembleForCausalLM.from_pretrained(tmp_path / "saved")

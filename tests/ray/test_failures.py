@@ -167,7 +167,7 @@ def ensemble_of(member):
 def test_an_actor_that_gives_nan_or_raises_says_so_and_one_that_is_forgotten_ends(cluster):
     ensemble = ensemble_of(RayMember("loose", functools.partial(odd_member, 3), FAR))
     process = process_of(ensemble.member_views[0])
-    with pytest.raises(MemberError, match=r"'loose' gave NaN .* step 4 .*It runs in process \d+ on ") as caught:
+    with pytest.raises(MemberError, match=r"'loose' returned NaN .* step 4 .*It runs in process \d+ on ") as caught:
         write(ensemble)
     assert all(caught.value.written)
     where = rf"It runs in process {process} on "

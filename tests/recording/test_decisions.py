@@ -321,7 +321,7 @@ def test_table_has_a_line_for_each_decision_and_member(ensemble, batch):
 
 def test_table_without_pandas_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(ConfigurationError, match=r"hf_ensemble\[decisions\]"):
+    with pytest.raises(ConfigurationError, match='pip install "pandas>=2.2"'):
         decisions_of(["a"]).to_dataframe()
 
 

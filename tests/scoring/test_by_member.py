@@ -137,9 +137,9 @@ def test_a_member_that_fails_is_named_with_the_text(bad):
     model = tiny.ScriptedModel(tokenizer_of("smol"), lambda ids: failed if ids[-1] == 33 else usual)
     members = [member_of("gemma3", "gemma"), LocalMember(model, tokenizer_of("smol"), name="bad")]
     pairs = {0: own_pairs_of(members[0])[:2], 1: [Pair([9], [31, 32], 2), Pair([9], [31, 33, 34], 3)]}
-    with pytest.raises(MemberError, match="'bad' gave NaN or infinite logits in answer 4 at step 3"):
+    with pytest.raises(MemberError, match="'bad' returned NaN or infinite logits in answer 4 at step 3"):
         score_by_member(members, pairs, ["answer 3", "answer 4"])
-    with pytest.raises(MemberError, match="'bad' gave NaN or infinite logits on the prompt"):
+    with pytest.raises(MemberError, match="'bad' returned NaN or infinite logits on the prompt"):
         score_by_member(members, pairs)
 
 

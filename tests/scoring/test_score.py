@@ -328,7 +328,9 @@ def test_nan_names_the_member():
         with torch.no_grad():
             pairs[place][0].get_output_embeddings().weight[5] = torch.nan
         for method in ("gac", "unite", "sweetspan"):
-            with pytest.raises(MemberError, match=f"'member-{place}' gave NaN or infinite logits in continuation 1"):
+            with pytest.raises(
+                MemberError, match=f"'member-{place}' returned NaN or infinite logits in continuation 1"
+            ):
                 ensemble.score(["The", "The"], ["", " cat"], method=method)
         with pytest.raises(MemberError, match=f"'member-{place}'"):
             ensemble.score(["The"], [" cat"], method=GacConfig(threshold=0.1, gate=place))

@@ -273,7 +273,7 @@ def test_a_damaged_file_is_built_again_with_a_warning(damage, cache_folder):
     for path, data in before.items():
         wrong = {"empty": b"", "garbage": b"\xff" * 100, "cut": data[: len(data) // 2], "cut_header": data[:20]}
         path.write_bytes(wrong[damage])
-    with pytest.warns(UserWarning, match="is damaged .* and is built again") as caught:
+    with pytest.warns(UserWarning, match="is damaged .* and will be rebuilt") as caught:
         again = UnionVocabulary([encoder(t) for t in tokenizers])
     assert len(caught) == 3
     assert_same(union_arrays(again), union_arrays(built))
@@ -285,7 +285,9 @@ def test_a_folder_that_cannot_be_made_warns_and_names_the_remedy(tmp_path, monke
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("HF_ENSEMBLE_CACHE", str(file / "maps"))
-    with pytest.warns(UserWarning, match="cannot store vocabulary maps in .*Set HF_ENSEMBLE_CACHE to a folder"):
+    with pytest.warns(
+        UserWarning, match="vocabulary maps cannot be stored in .*Set HF_ENSEMBLE_CACHE to a writable folder"
+    ):
         tokens = TokenBytes(make())
     assert tokens.entries == TokenBytes(make(), cache=False).entries
     assert file.read_text() == ""
@@ -297,7 +299,7 @@ def test_a_save_that_fails_warns_and_leaves_nothing(step, cache_folder, monkeypa
         raise OSError("No space left on device")
 
     monkeypatch.setattr(*((store, step) if step == "save_file" else (store.os, step)), fail)
-    with pytest.warns(UserWarning, match="cannot store vocabulary maps in .*No space left on device") as caught:
+    with pytest.warns(UserWarning, match="vocabulary maps cannot be stored in .*No space left on device") as caught:
         union = UnionVocabulary([encoder(make()), encoder(tiny.sentencepiece_bpe(400))])
     assert len(caught) == 3
     assert len(union) > 300

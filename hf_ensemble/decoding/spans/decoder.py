@@ -202,13 +202,18 @@ class SpanDecoder:
         elif texts:
             reason = (
                 f"the primary {primary!r} cannot write {texts[0][0]!r}, or not before `min_new_tokens`. Make another "
-                "member the primary, or ask for fewer."
+                "member the primary, or lower `min_new_tokens`."
             )
         elif not self._taking_part(place):
             names = ", ".join(repr(one.member.name) for one in self._states.values())
-            reason = f"the prompt ends inside a character, which {names} cannot continue. Give a whole character."
+            reason = (
+                f"the prompt ends inside a character, which {names} cannot continue. End the prompt with a whole "
+                "character."
+            )
         else:
-            reason = f"none wrote a whole character within `max_span_tokens={self._config.token_limit}` ids. Raise it."
+            reason = (
+                f"no member wrote a whole character within `max_span_tokens={self._config.token_limit}` ids. Raise it."
+            )
         return MemberError(f"no member proposed a span that can be written {self._live[place].where}: {reason}")
 
     def _taking_part(self, place: int) -> list[Participant]:

@@ -177,7 +177,7 @@ class Participant(MemberState):
                 raise self.member.not_finite(where)
             if any(is_empty):
                 raise MemberError(
-                    f"nothing is left for member {self.member.name!r} to choose from {where}: processors and filters "
+                    f"member {self.member.name!r} has nothing left to choose from {where}: processors and filters "
                     "removed every id. Loosen them."
                 )
             ids = written[place][:length]

@@ -46,8 +46,8 @@ class ServedParticipant(Participant):
         for name in (type(item).__name__ for item in loop.processors):
             if name not in _KNOWN_TO_SERVERS:
                 raise ConfigurationError(
-                    f"member {self.member.name!r} writes its spans at its server, which does not know the logits processor "
-                    f"{name}. Leave it out, or load the member into this process."
+                    f"member {self.member.name!r} writes its spans at its server, which does not support the logits "
+                    f"processor {name}. Leave it out, or load the member into this process."
                 )
         # Others hardly ever come, and are forbidden once they have.
         control = (self.member.encoder.token_bytes.kinds == CONTROL).nonzero()[0].tolist()

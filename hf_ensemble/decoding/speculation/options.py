@@ -81,7 +81,7 @@ def obstacle_to_drafts(call: Call, settings: Any, synced_gpus: Any) -> Obstacle 
         synced_gpus: As given to `generate`.
     """
     own_caches = "drafts are rolled back in the members' own caches"
-    positions = "positions of drafts would be among them"
+    positions = "it would need positions for the drafts"
     moving = "beams move between rows at every step"
     returns = settings.return_dict_in_generate
     beams, cache = settings.num_beams, settings.cache_implementation
@@ -92,19 +92,19 @@ def obstacle_to_drafts(call: Call, settings: Any, synced_gpus: Any) -> Obstacle 
         Obstacle(returns and settings.output_attentions, "`output_attentions`", positions),
         Obstacle(returns and settings.output_hidden_states, "`output_hidden_states`", positions),
         Obstacle(settings.use_cache is False, "`use_cache=False`", own_caches),
-        Obstacle(call.has_cache, "a cache that is passed in", own_caches),
+        Obstacle(call.has_cache, "a cache that you pass in", own_caches),
         Obstacle(cache not in (None, "dynamic"), f"`cache_implementation={cache!r}`", own_caches),
         Obstacle(settings.prefill_chunk_size is not None, "`prefill_chunk_size`", own_caches),
-        Obstacle(synced_gpus, "`synced_gpus`", "rounds run on one process"),
+        Obstacle(synced_gpus, "`synced_gpus`", "a round runs in one process"),
     ]
     method = call.config
     drafting = "its candidates are drafts already" if method.decides == "spans" else "every member writes by itself"
-    gating = "it decides at every step who runs, so that nobody could check several"
-    drawing = "one drawn member decides each token, so that the others cannot check it"
+    gating = "it decides at every step which members run, so the others could not check several tokens"
+    drawing = "one drawn member decides each token, so the others cannot check it"
     varying = "it is called at every step with the ids so far"
     unable = [call.members[n] for n in sorted(call.participants) if Offer.DRAFTS not in call.members[n].offers]
     in_method = [
-        *(Obstacle(True, f"member {one.name!r}", f"it is {one.kind}, which checks no drafts") for one in unable),
+        *(Obstacle(True, f"member {one.name!r}", f"it is {one.kind}, which cannot check drafts") for one in unable),
         Obstacle(method.decides != "tokens", f"method {method.name!r}", drafting, "Choose a token-level method"),
         Obstacle(method.gate_rule is not None, "a gate", gating, "Leave out `threshold`"),
         Obstacle(method.draws_one, "mixture sampling", drawing, "Leave out `strategy`"),

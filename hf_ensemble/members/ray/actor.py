@@ -259,8 +259,8 @@ class HeldMember:
         layer = getattr(self._member.model, name)()
         if layer is not None and layer.weight.is_meta:
             raise ConfigurationError(
-                f"the embeddings of member {self._member.name!r} are not in its actor's memory, where they were offloaded "
-                "from. Give the actor more memory, or use a method that does not compare them, such as 'unite'."
+                f"the embeddings of member {self._member.name!r} are offloaded from its actor's memory. Give the "
+                "actor more memory, or use a method that does not compare embeddings, such as 'unite'."
             )
         return None if layer is None else Packed.of(layer.weight)
 

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ... import messages
 from ...errors import ConfigurationError
+from ...optional_packages import not_installed
 
 _lock = threading.Lock()
 _users = 0
@@ -32,7 +32,7 @@ def join(name: str) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise messages.not_installed(f"member {name!r} is to run in a Ray actor", "ray", "ray") from error
+        raise not_installed(f"member {name!r} is to run in a Ray actor", "ray") from error
     with _lock:
         if not ray.is_initialized():
             _start(ray, name)
@@ -50,8 +50,8 @@ def _start(ray: Any, name: str) -> None:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise ConfigurationError(
-            f"member {name!r} is to run in a Ray actor, but Ray cannot be started or joined: {error} Call `ray.init(...)` "
-            "yourself before."
+            f"member {name!r} is to run in a Ray actor, but Ray cannot be started or joined: {error} Call "
+            "`ray.init(...)` yourself first."
         ) from error
     finally:
         if is_main:
@@ -88,6 +88,6 @@ def check_resources(ray: Any, name: str, options: Mapping[str, Any]) -> None:
     kept = ("CPU", "GPU", "memory", *asked)
     found = [{key: value for key, value in node.items() if key in kept} for node in nodes]
     raise ConfigurationError(
-        f"member {name!r} asks for {asked}, which no node of the Ray cluster has: {found}. Start a node that has it (`ray "
-        "start --resources=...`), or change `MemberConfig(ray=...)`."
+        f"member {name!r} asks for {asked}, which no node of the Ray cluster has: {found}. Start a node that has it "
+        "(`ray start --resources=...`), or change `MemberConfig(ray=...)`."
     )

@@ -103,8 +103,8 @@ class ActorLink:
         ready, _ = self._ray.wait([self._is_there], timeout=_PATIENCE)
         if not ready:
             messages.warn(
-                f"the actor of member {self.name!r} has not started in {_PATIENCE:.0f} s: it waits for a place, or its host is "
-                f"slow. What is free in the Ray cluster: {self._ray.available_resources()}."
+                f"the actor of member {self.name!r} has not started after {_PATIENCE:.0f} s: it waits for resources, "
+                f"or its host is slow. Free in the Ray cluster: {self._ray.available_resources()}."
             )
         found: Description = self._received(self._got(self._description))
         self.address = found.address
@@ -113,8 +113,8 @@ class ActorLink:
             self._line = AskingLine(number)
         except OSError as error:
             raise MemberError(
-                f"the actor of member {self.name!r} ({self.address}) cannot be called at {number.address}: {error}. Let this "
-                "host reach the ports of the nodes, as Ray itself needs it."
+                f"the actor of member {self.name!r} ({self.address}) cannot be reached at {number.address}: {error}. "
+                "This host has to reach the ports of the nodes, as Ray itself requires."
             ) from error
         weakref.finalize(self, self._line.close)
         return found
@@ -208,7 +208,7 @@ class ActorLink:
         return self._gone(f"the connection broke: {error}")
 
     def _ended(self) -> MemberError:
-        return MemberError(f"the actor of member {self.name!r} has been ended. {_remedy(self.name)}")
+        return MemberError(f"the actor of member {self.name!r} has ended. {_remedy(self.name)}")
 
     def _gone(self, reason: str) -> MemberError:
         return MemberError(
@@ -233,7 +233,7 @@ class ActorLink:
 
 
 def _remedy(name: str) -> str:
-    return f"`ensemble.restart_member({name!r})` starts it anew."
+    return f"To start it again, call `ensemble.restart_member({name!r})`."
 
 
 def _end(ray: Any, actor: Any, is_ours: bool) -> None:

@@ -90,8 +90,8 @@ class RayMember(Member):
         if _of_model(found) != _of_model(self._known):
             self.link.close()
             raise ConfigurationError(
-                f"member {self.name!r} cannot be restarted: what lies where it was loaded from is another model now, of "
-                f"{_of_model(found)}, not {_of_model(self._known)}. Make the ensemble anew."
+                f"member {self.name!r} cannot be restarted: its path now leads to another model, with "
+                f"{_of_model(found)} instead of {_of_model(self._known)}. Create the ensemble again."
             )
         self._known = found
         for name in ("_input_embeddings", "_output_embeddings", "cache_mode"):

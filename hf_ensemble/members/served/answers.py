@@ -46,8 +46,8 @@ def refuse_options(name: str, settings: GenerationConfig) -> None:
         value = getattr(settings, option, None)
         if value is not None and value != nothing:
             raise ConfigurationError(
-                f"member {name!r} writes at its server, which does not know `{option}={value!r:.80}`. Leave it out, or load "
-                "the member into this process."
+                f"member {name!r} writes at its server, which does not support `{option}={value!r:.80}`. Leave it "
+                "out, or load the member into this process."
             )
 
 

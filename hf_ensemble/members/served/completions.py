@@ -119,7 +119,7 @@ class Completions:
             # vLLM forgets the best ids of a request that runs in one batch with one that asks for given ids.
             if len(found) >= count:
                 return dict(sorted(found.items(), key=lambda item: (-item[1], item[0]))[:count])
-        raise self._error(where, f"it gave {len(found)} of the {count} best ids that were asked for.")
+        raise self._error(where, f"it returned {len(found)} of the {count} best ids that were requested.")
 
     def lists(self, ids: Sequence[int], count: int, where: str) -> bool:
         """Whether the server gives so many best ids; see `best`."""
@@ -163,7 +163,7 @@ class Completions:
         choice = self._choice({"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": 0, **_asking(asked)}, where)
         found = choice.get("prompt_logprobs")
         if not isinstance(found, list) or len(found) != len(ids):
-            raise self._error(where, "it gave no log-probabilities of the prompt.")
+            raise self._error(where, "it returned no log-probabilities of the prompt.")
         of_ids = [self._read_id(i, entries, where) for i, entries in zip(ids[start:], found[start:], strict=True)]
         written = self._written(choice, where)[0]
         return Reading(of_ids, written.id, self._of_asked(written, asked, where))
@@ -224,7 +224,7 @@ class Completions:
         """The one choice of an answer."""
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            raise self._error(where, "its answer lacks the one entry in `choices` that was asked for.")
+            raise self._error(where, "its answer lacks the one entry in `choices` that was requested.")
         if answer.get("model") != self.model:
             raise self._error(where, f"it answered for the model {answer.get('model')!r:.100}, not {self.model!r}.")
         return choices[0]
@@ -237,7 +237,7 @@ class Completions:
         top = logprobs.get("top_logprobs") if isinstance(logprobs, dict) else None
         for name, values in (("token_ids", ids), ("token_logprobs", own), ("top_logprobs", top)):
             if not isinstance(values, list) or not values or len(values) != len(ids or ()):
-                raise self._error(where, f"its answer lacks `{name}`. It has to be vLLM 0.32 or later.")
+                raise self._error(where, f"its answer lacks `{name}`. The server has to be vLLM 0.32 or later.")
         assert isinstance(ids, list)
         assert isinstance(own, list)
         assert isinstance(top, list)
@@ -258,15 +258,15 @@ class Completions:
         if missing:
             raise self._error(
                 where,
-                f"it gave no log-probability of id {missing[0]}, for which it was asked. It has to be vLLM 0.32 or later, "
-                "which knows `logprob_token_ids`.",
+                f"it returned no log-probability of the requested id {missing[0]}. The server has to be vLLM 0.32 or "
+                "later, which supports `logprob_token_ids`.",
             )
         return written.others
 
     def _read_id(self, i: int, entries: Any, where: str) -> ReadId:
         entry = entries.get(str(i)) if isinstance(entries, dict) else None
         if not isinstance(entry, dict):
-            raise self._error(where, f"it gave no log-probability of id {i} of the prompt.")
+            raise self._error(where, f"it returned no log-probability of id {i} of the prompt.")
         text = entry.get("decoded_token")
         log_prob = self._log_prob(entry.get("logprob"), where)
         return ReadId(log_prob, entry.get("rank") == 1, text if isinstance(text, str) else None)
@@ -276,19 +276,19 @@ class Completions:
             found = int(given)
         except (TypeError, ValueError):
             raise self._error(
-                where, f"its answer holds {given!r:.40} in the place of an id. It has to be vLLM 0.32 or later."
+                where, f"its answer contains {given!r:.40} in place of an id. The server has to be vLLM 0.32 or later."
             ) from None
         if found < 0 or (self.vocab_size is not None and found >= self.vocab_size):
             raise self._error(
                 where,
-                f"its answer holds id {found}, but ids of its model go from 0 to {(self.vocab_size or 0) - 1}. Is it the "
-                "model of this tokenizer?",
+                f"its answer contains id {found}, but the ids of its model go from 0 to {(self.vocab_size or 0) - 1}. "
+                "Check that this tokenizer belongs to the model.",
             )
         return found
 
     def _log_prob(self, given: Any, where: str) -> float:
         if isinstance(given, bool) or not isinstance(given, (int, float)) or math.isnan(given) or given == math.inf:
-            raise self._error(where, f"its answer holds {given!r:.40} in the place of a log-probability.")
+            raise self._error(where, f"its answer contains {given!r:.40} in place of a log-probability.")
         return float(given) if given > _NOTHING else -math.inf
 
     def _error(self, where: str, reason: str) -> MemberError:

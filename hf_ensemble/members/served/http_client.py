@@ -186,7 +186,7 @@ class HttpClient:
                 raise self.error(where, f"{reason}.", outcome.status)
             if number < MAX_TRIES:
                 time.sleep(max(outcome.pause, _FIRST_PAUSE * 2 ** (number - 1)))
-        raise self.error(where, f"{reason}, {MAX_TRIES} times. Look whether the server runs.")
+        raise self.error(where, f"{reason}, {MAX_TRIES} times. Check that the server runs.")
 
     def _tried(self, method: str, path: str, body: Any, is_stream: bool) -> "httpx.Response | _Failure":
         try:
@@ -194,7 +194,7 @@ class HttpClient:
         except _DROPPED as error:
             return _Failure(f"the connection failed ({type(error).__name__}: {error})", 0.0)
         except httpx.TimeoutException:
-            return _Failure(f"{self._no_answer}. Look whether the server is busy, or raise `MemberConfig.timeout`")
+            return _Failure(f"{self._no_answer}. Check whether the server is busy, or raise `MemberConfig.timeout`")
         except httpx.HTTPError as error:
             return _Failure(f"{type(error).__name__}: {error}")
         if response.is_success:
@@ -225,8 +225,8 @@ class HttpClient:
         status = response.status_code
         if response.has_redirect_location:
             return (
-                f"it redirects to {shown(response.headers['location'])} ({status}), which is not followed. Give that as "
-                "`url` if it is right"
+                f"it redirects to {shown(response.headers['location'])} ({status}), which is not followed. If that "
+                "address is right, pass it as `url`"
             )
         said = response.text
         with contextlib.suppress(ValueError, AttributeError, TypeError):
@@ -237,7 +237,7 @@ class HttpClient:
         said = " ".join(said.split())[:_LONGEST_REASON]
         if status in (401, 403):
             has_key = (
-                "no key was sent: `MemberConfig(api_key_env=...)` names where it is"
+                "no key was sent: name its environment variable with `MemberConfig(api_key_env=...)`"
                 if self.api_key_env is None
                 else f"the key in ${self.api_key_env} was sent"
             )
@@ -257,7 +257,7 @@ class HttpClient:
         try:
             return json.loads(text)
         except ValueError:
-            raise self.error(where, f"its answer is no JSON: {text[:80]!r}.") from None
+            raise self.error(where, f"its answer is not JSON: {text[:80]!r}.") from None
 
     def _parts(self, response: httpx.Response, where: str) -> Iterator[Any]:
         """The parts of an answer that comes as server-sent events."""
@@ -307,8 +307,8 @@ def _key(name: str, variable: str) -> str:
     problem = _problem_of_key(os.environ.get(variable, ""))
     if problem is not None:
         raise ConfigurationError(
-            f"the key of member {name!r} in the environment variable {variable!r} {problem}. Set it, or name another as "
-            "`api_key_env`."
+            f"the key of member {name!r} in the environment variable {variable!r} {problem}. Set it, or name another "
+            "variable as `api_key_env`."
         )
     return os.environ[variable]
 
@@ -317,7 +317,11 @@ def _problem_of_key(key: str) -> str | None:
     if not key:
         return "is missing"
     # Errors of the HTTP library would show it.
-    return None if key.isascii() and key.isprintable() and " " not in key else "holds what no header can"
+    return (
+        None
+        if key.isascii() and key.isprintable() and " " not in key
+        else "contains characters that a header cannot carry"
+    )
 
 
 def _retry_after(response: httpx.Response) -> float:

@@ -69,8 +69,8 @@ class ServedMember(Member):
         if vocab_size is None:
             vocab_size = max(tokenizer.get_vocab().values()) + 1
             messages.warn(
-                f"of member {client.name!r} there is no `config.json` beside the tokenizer: it is taken to have {vocab_size} "
-                f"ids and to end texts with id {tokenizer.eos_token_id}, as its tokenizer says. If that is wrong, say so: "
+                f"member {client.name!r} has no `config.json` beside its tokenizer. By its tokenizer, it has "
+                f"{vocab_size} ids and ends texts with id {tokenizer.eos_token_id}. If that is wrong, set "
                 "`MemberConfig(eos_token_id=..., vocab_size=...)`."
             )
         self.generation_config = generation_config

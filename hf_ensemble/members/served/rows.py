@@ -88,8 +88,8 @@ class ServedRows(CachedRows):
                 if len(found) >= self._most:
                     raise self._server.client.error(
                         where,
-                        f"it lists {len(found)} ids, which are {num_entries} texts, but `top_k={count}` were asked for. Start "
-                        f"it with `--max-logprobs {2 * len(found)}`, or lower `top_k`.",
+                        f"it lists {len(found)} ids, which are {num_entries} entries, but `top_k={count}` needs more. "
+                        f"Start it with `--max-logprobs {2 * len(found)}`, or lower `top_k`.",
                     )
                 found = self._server.best(text, min(2 * len(found), self._most), where)
             rows.append(row)

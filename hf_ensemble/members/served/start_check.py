@@ -12,7 +12,7 @@ from ...vocabulary.token_bytes import TEXT, TokenBytes
 from .completions import Completions
 from .http_client import RefusalError
 
-_WHEN = "when the ensemble was made"
+_WHEN = "when the ensemble was created"
 _MOST_LISTED = 1024
 """Best ids above which no limit is looked for."""
 
@@ -62,10 +62,10 @@ def _described(server: Completions) -> dict[str, Any]:
     except RefusalError as error:
         if error.status != 404:
             raise
-        raise ConfigurationError(f"{error} `url` has to end where the paths begin, mostly in '/v1'.") from None
+        raise ConfigurationError(f"{error} `url` has to end where the paths begin, usually in '/v1'.") from None
     models = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
-        raise server.client.error(_WHEN, "its answer to `/models` is no list. Does `url` end in '/v1'?")
+        raise server.client.error(_WHEN, "its answer to `/models` is not a list. Does `url` end in '/v1'?")
     by_name = {str(model.get("id")): model for model in models}
     if server.model not in by_name:
         raise ConfigurationError(
@@ -79,7 +79,7 @@ def _described(server: Completions) -> dict[str, Any]:
 def _compare_ids(server: Completions, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
     """Look whether ids write the same for the server as for the tokenizer, and have log-probabilities."""
     name, url = server.client.name, server.client.url
-    remedy = "Name the tokenizer of the served model as `MemberConfig.tokenizer`"
+    remedy = "Set `MemberConfig.tokenizer` to the tokenizer of the served model"
     try:
         entries = server.read(ids, 1, (), _WHEN).ids
     except RefusalError as error:
@@ -89,15 +89,15 @@ def _compare_ids(server: Completions, tokenizer: PreTrainedTokenizerBase, ids: S
     for i, entry in zip(ids[1:], entries, strict=True):
         if entry.log_prob > 0:
             raise ConfigurationError(
-                f"the server of member {name!r} at {url} gives {entry.log_prob:g} in the place of a log-probability. Start "
-                "it with `--logprobs-mode raw_logprobs`."
+                f"the server of member {name!r} at {url} returns {entry.log_prob:g} in place of a log-probability. "
+                "Start it with `--logprobs-mode raw_logprobs`."
             )
         own, text = str(tokenizer.decode([i], clean_up_tokenization_spaces=False)), entry.text
         # Some decoders take the space before a text's first word away, others put one there.
         if text is not None and _UNKNOWN not in text + own and text.strip() != own.strip():
             raise ConfigurationError(
-                f"the tokenizer of member {name!r} does not fit: its id {i} writes {own!r:.40}, for the server at {url} "
-                f"{text!r:.40}. {remedy}."
+                f"the tokenizer of member {name!r} does not fit: its id {i} writes {own!r:.40}, but {text!r:.40} at "
+                f"the server {url}. {remedy}."
             )
 
 
