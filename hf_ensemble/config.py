@@ -1,4 +1,4 @@
-"""Configurations: what an ensemble is made of, how its members are mixed, and with which options."""
+"""Configurations of an ensemble and of its members."""
 
 import dataclasses
 import functools
@@ -33,11 +33,12 @@ class MemberConfig:
 
     path: str | None = None
     """Hub id or path of the model, or of an adapter, which is then loaded on the model that it names. In a saved
-    ensemble, a path that begins with `./` or `../` starts at its folder or repository. None: the member was given as an
-    object that came from nowhere."""
+    ensemble, a path that begins with `./` or `../` starts at its folder or repository. None: the member was passed as
+    an object without an id or path.
+    """
 
     name: str | None = None
-    """Name used in errors, and to choose it as a drafter. Default: the last part of `path`."""
+    """Name of the member in errors, and to choose it as a drafter. Default: the last part of `path`."""
 
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
@@ -46,33 +47,35 @@ class MemberConfig:
     """Folder within the repository or path."""
 
     gguf_file: str | None = None
-    """File to load in a repository of GGUF files."""
+    """File to load from a repository of GGUF files."""
 
     dtype: str | None = None
-    """Name of the weights' dtype (`"float32"`, `"bfloat16"`, …). None: as the ensemble is loaded."""
+    """Name of the weights' dtype (`"float32"`, `"bfloat16"`, …). None: the `dtype` of `from_pretrained`."""
 
     device_map: Any = None
-    """Where the weights go, as in `transformers`. None: as the ensemble is loaded. Never saved."""
+    """Device of the weights, as in `transformers`. None: the `device_map` of `from_pretrained`. Never saved."""
 
     tokenizer: str | None = None
     """Hub id or path of the tokenizer, if it is not beside the model."""
 
     tokenizer_kwargs: dict[str, Any] | None = None
-    """Options with which the tokenizer is loaded, such as the languages of a translation model: `{"src_lang": "eng_Latn",
-    "tgt_lang": "deu_Latn"}`."""
+    """Options for loading the tokenizer, such as the languages of a translation model: `{"src_lang": "eng_Latn",
+    "tgt_lang": "deu_Latn"}`.
+    """
 
     eos_token_id: list[int] = field(default_factory=list)
-    """Ids that end a text besides those of the member's generation config."""
+    """More ids that end a text, in addition to those of the member's generation config."""
 
     chat_template: str | None = None
     """Jinja template for conversations. None: the tokenizer's own."""
 
     system_prompt: str | None = None
-    """System turn that this member reads in place of the conversation's; empty: it reads none. None: the
-    conversation's."""
+    """System turn that this member reads instead of the conversation's; empty for no system turn. None: the
+    conversation's.
+    """
 
     adapter: str | None = None
-    """Hub id or path of an adapter (LoRA and its like) that is loaded on the model at `path`. Needs `peft`."""
+    """Hub id or path of an adapter such as LoRA, which is loaded on the model at `path`. Needs `peft`."""
 
     adapter_revision: str | None = None
     """Branch, tag or commit of the adapter on the Hub."""
@@ -81,35 +84,39 @@ class MemberConfig:
     """Folder of the adapter within its repository or path."""
 
     quantization_config: Any = None
-    """How the weights are quantised while they are loaded: a configuration of `transformers` (`TorchAoConfig`,
-    `BitsAndBytesConfig`, …) or its dictionary, which is what is kept. None: as they are stored."""
+    """How to quantise the weights while they load: a configuration of `transformers` (`TorchAoConfig`,
+    `BitsAndBytesConfig`, …) or its dictionary, which is what the attribute holds. None: keep the weights as stored.
+    """
 
     ray: dict[str, Any] | None = None
-    """The member runs in a Ray actor with these options, as for Ray's `.options(...)`: `num_cpus`, `num_gpus`, `memory`,
-    `resources`, `accelerator_type`. Empty: an actor with Ray's defaults. None: the member runs in this process, unless the
-    ensemble is loaded with `placement="ray"`."""
+    """Runs the member in a Ray actor with these options of Ray's `.options(...)`: `num_cpus`, `num_gpus`, `memory`,
+    `resources`, `accelerator_type`. Empty: an actor with Ray's defaults. None: the member runs in this process, unless
+    the ensemble is loaded with `placement="ray"`.
+    """
 
     url: str | None = None
-    """Where the completions of a server begin ("http://host:8000/v1"), for a member that vLLM serves; in place of `path`.
-    A saved ensemble reaches it only with `allow_remote=True`. Needs `httpx2`."""
+    """Base URL of the server ("http://host:8000/v1") for a member that vLLM serves; used instead of `path`. A saved
+    ensemble contacts it only with `allow_remote=True`. Needs `httpx2`.
+    """
 
     model: str | None = None
     """The name under which the server at `url` serves the model."""
 
     api_key_env: str | None = None
-    """Name of the environment variable with the key of the server. It is read when something is asked, and never saved."""
+    """Name of the environment variable with the key of the server. The key is read for each request and never saved.
+    """
 
     timeout: float | None = None
-    """Seconds to wait for an answer of the server. None: 120."""
+    """Seconds to wait for an answer from the server. None: 120."""
 
     vocab_size: int | None = None
-    """Number of ids of a served model, where no `config.json` beside the tokenizer says it."""
+    """Number of ids of a served model, if there is no `config.json` beside its tokenizer."""
 
     commit: str | None = field(default=None, compare=False, repr=False)
-    """Commit that was loaded from the Hub, filled in while loading. Never saved, but `revision` of what is pushed."""
+    """Commit that was loaded from the Hub, set while loading. Never saved; a pushed ensemble has it as `revision`."""
 
     adapter_commit: str | None = field(default=None, compare=False, repr=False)
-    """The adapter's commit, likewise."""
+    """The adapter's commit; the same rules apply."""
 
     def __post_init__(self) -> None:
         if isinstance(self.dtype, torch.dtype):
@@ -142,7 +149,7 @@ class MemberConfig:
 
     @property
     def short_name(self) -> str:
-        """The member's name, else the last part of where it comes from; empty for neither."""
+        """The member's name, or else the last part of its id or path; empty if it has neither."""
         return self.name or last_part(self.path or self.model or "")
 
     @property
@@ -151,14 +158,14 @@ class MemberConfig:
         return self.url is not None or self.ray is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved: everything that is set, but for what belongs to one machine."""
+        """Return what is saved: everything that is set, except what belongs to one machine."""
         values = dataclasses.asdict(self)
         del values["device_map"], values["commit"], values["adapter_commit"]
         return {key: value for key, value in values.items() if value not in (None, [])}
 
 
 def _checked_quantization(given: Any) -> dict[str, Any]:
-    """The dictionary of a configuration, as it is saved."""
+    """Return a quantisation configuration as a dictionary."""
     what = "a member's `quantization_config`"
     values = given.to_dict() if hasattr(given, "to_dict") and hasattr(given, "quant_method") else given
     if not isinstance(values, dict):
@@ -179,7 +186,7 @@ def _checked_quantization(given: Any) -> dict[str, Any]:
 
 _RAY_AMOUNTS = ("num_cpus", "num_gpus", "memory")
 _RAY_OPTIONS = (*_RAY_AMOUNTS, "resources", "accelerator_type")
-"""Options of an actor that say where it may live. What it runs, and how long, is not for a saved ensemble to say."""
+"""Options of an actor that say where it may run. A saved ensemble must not decide what it runs, or for how long."""
 
 
 def _checked_ray_options(given: Any) -> dict[str, Any]:
@@ -220,10 +227,10 @@ _LOADED = (
     "quantization_config",
     "ray",
 )
-"""Options of what is loaded into this process."""
+"""Options of members that are loaded into this process."""
 
 _SERVED = ("model", "api_key_env", "timeout", "vocab_size")
-"""Options of what a server has loaded."""
+"""Options of members that a server has loaded."""
 
 
 def _checked_tokenizer_options(options: Any) -> dict[str, Any] | None:
@@ -235,7 +242,7 @@ def _checked_tokenizer_options(options: Any) -> dict[str, Any] | None:
 
 
 def _check_served_options(item: MemberConfig) -> None:
-    """Refuse options that do not go together, of a member that is loaded or served."""
+    """Refuse options that contradict each other: a member is either loaded or served."""
     given = [name for name in (_SERVED if item.url is None else _LOADED) if getattr(item, name) is not None]
     if item.url is None and given:
         raise ConfigurationError(f"a member's `{given[0]}` is only for members behind a server: give its `url` too.")
@@ -263,7 +270,7 @@ def _check_served_options(item: MemberConfig) -> None:
 
 
 def last_part(path: str) -> str:
-    """The last part of an id or path, which names what has no name of its own."""
+    """The last part of an id or path: the default name."""
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
@@ -273,21 +280,21 @@ def is_local(path: str) -> bool:
 
 
 def paths_of(item: MemberConfig) -> dict[str, str]:
-    """Ids and paths of a member's parts, by the option that names them."""
+    """The ids and paths of a member's parts, by their options."""
     given = {"path": item.path, "tokenizer": item.tokenizer, "adapter": item.adapter}
     return {key: path for key, path in given.items() if path is not None}
 
 
 def check_on_hub(item: MemberConfig, name: str, remedy: str) -> None:
-    """Refuse to push a reference that nobody else could load.
+    """Refuse to push a reference that others could not load.
 
     Args:
         item: The member.
-        name: What errors call it.
+        name: Its name in errors.
         remedy: What to do instead: "Pass `include_members=True`".
 
     Raises:
-        ConfigurationError: If a part of it lies on this machine.
+        ConfigurationError: If a part of it is on this machine.
     """
     for key, path in paths_of(item).items():
         if is_local(path):
@@ -302,13 +309,13 @@ _COMMON_OPTIONS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-"""Options of every language model, which some classes of configurations do not declare."""
+"""Options of every language model that some configuration classes do not declare."""
 
 
 class EnsembleConfig(PreTrainedConfig):
     """Configuration of an ensemble: its members, the method that fuses them, and their mixing weights.
 
-    Holds the primary's configuration too, since that is the text configuration of an ensemble.
+    It also holds the primary's configuration, which is the text configuration of an ensemble.
     """
 
     model_type = "hf_ensemble"
@@ -320,7 +327,7 @@ class EnsembleConfig(PreTrainedConfig):
     """Name or configuration of the method."""
 
     weights: Any = None
-    """Mixing weights, one per member; None gives every member the same."""
+    """Mixing weights, one per member; None for equal weights."""
 
     primary_config: Any = None
     """The primary's configuration."""
@@ -334,13 +341,13 @@ class EnsembleConfig(PreTrainedConfig):
         if self.weights is not None:
             self.weights = normalize_weights(self.weights, len(self.members), self.method.takes_weights_as_given)
         primary_config = _primary_config(self.primary_config)
-        # The base class fills in what it finds, and must not find it with the primary.
+        # The base class fills in missing values, and must not take them from the primary.
         self.primary_config = None
         super().__post_init__(**kwargs)
         self.primary_config = primary_config
 
     def __getattr__(self, name: str) -> Any:
-        """What libraries read of a model's configuration (`vocab_size`, `hidden_size`, …) is the primary's."""
+        """Return the primary's value of what libraries read from a configuration (`vocab_size`, `hidden_size`, …)."""
         primary_config = self.__dict__.get("primary_config")
         if primary_config is not None:
             text_config = primary_config.get_text_config(decoder=True)
@@ -350,17 +357,17 @@ class EnsembleConfig(PreTrainedConfig):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
-        """The primary's text configuration: an ensemble reads and writes its ids."""
+        """Return the primary's text configuration, because an ensemble reads and writes the primary's ids."""
         if self.primary_config is None:
             return self
         text_config: PreTrainedConfig = self.primary_config.get_text_config(decoder=decoder, encoder=encoder)
         return text_config
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload the configuration alone, as any other's.
+        """Upload the configuration alone, like any other configuration.
 
         Raises:
-            ConfigurationError: If a member lies on this machine, where nobody else could load it.
+            ConfigurationError: If a member is on this machine, so that others could not load it.
         """
         self.method.check_saveable(is_for_hub=True)
         for item in self.members:
@@ -368,13 +375,13 @@ class EnsembleConfig(PreTrainedConfig):
         return super().push_to_hub(*args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """Return everything as JSON values."""
         values: dict[str, Any] = super().to_dict()
         values["members"] = [member.to_dict() for member in self.members]
         values["method"] = self.method.to_dict()
         values["primary_config"] = None if self.primary_config is None else self.primary_config.to_dict()
         for part in (values, values["primary_config"] or {}):
-            # A path of this machine, or what `members` says anyway.
+            # A path of this machine, or a duplicate of `members`.
             part.pop("_name_or_path", None)
         return values
 
@@ -395,7 +402,7 @@ def _primary_config(given: Any) -> PreTrainedConfig | None:
         options = dict(given)
         kind = options.pop("model_type", None)
         try:
-            # Of a served primary nothing but the size may be known: its type is empty.
+            # For a served primary, only the size may be known: its type is empty.
             given = PreTrainedConfig(**options) if kind == "" else AutoConfig.for_model(kind, **options)
         except Exception as error:
             raise ConfigurationError(f"`primary_config` cannot be read: {str(error)[:200]}") from error
@@ -406,5 +413,5 @@ def _primary_config(given: Any) -> PreTrainedConfig | None:
 
 @functools.cache
 def _options_of(kind: Any) -> frozenset[str]:
-    """What a class of configurations declares, by all names; not what a checkpoint adds, such as code to run."""
+    """The options that a configuration class declares, without what a checkpoint adds, such as code to run."""
     return frozenset({*inspect.signature(kind.__init__).parameters, *kind.attribute_map, *_COMMON_OPTIONS})

@@ -1,4 +1,4 @@
-"""Options of methods: the base of them all, what is checked of them, and which there are."""
+"""Options of methods: their base class, their checks, and the register of methods."""
 
 import dataclasses
 import math
@@ -17,14 +17,13 @@ from .offers import Offer
 class MethodConfig:
     """Base of the methods' options: frozen dataclasses, each in its method's file.
 
-    Beside its fields, a config says what the rest of the library has to know of the method.
+    Besides its fields, a config tells the rest of the library what it has to know about the method.
 
     Attributes:
         name: Name of the method, unique among `METHODS`.
         decides: What one decision is about: a token, a span of several, or a whole answer.
-        likelihoods_ignore_options: Whether texts have the same likelihoods whatever the options, which only change what
-            is written.
-        takes_seed: Whether a call may say with which seed it draws.
+        likelihoods_ignore_options: Whether the options change only what is written, not the likelihoods of texts.
+        takes_seed: Whether a call may set the seed of its samples.
     """
 
     name: ClassVar[str]
@@ -34,12 +33,12 @@ class MethodConfig:
 
     @property
     def asks(self) -> frozenset[Offer]:
-        """What every member that takes part has to give."""
+        """What every member that takes part has to provide."""
         return frozenset({Offer.ROWS})
 
     @property
     def num_entries(self) -> int | None:
-        """Number of best entries that every member has to give, where few will do."""
+        """Number of best entries that every member has to provide, if a few are enough."""
         return None
 
     @property
@@ -59,7 +58,7 @@ class MethodConfig:
 
     @property
     def acts_on_one(self) -> bool:
-        """Whether it is more than the primary by itself even where that has all the weight."""
+        """Whether it changes anything if the primary has all the weight."""
         return False
 
     @property
@@ -69,12 +68,12 @@ class MethodConfig:
 
     @property
     def gives_likelihoods(self) -> bool:
-        """Whether it says how likely a text is, so that `score` can use it."""
+        """Whether it has likelihoods of texts, which `score` needs."""
         return True
 
     @property
     def least_members(self) -> int:
-        """Number of members, all of the same weight, from which on it can be better than each of them."""
+        """Smallest number of equally weighted members with which it can be better than each of them."""
         return 2
 
     @property
@@ -83,7 +82,7 @@ class MethodConfig:
         return None
 
     def imported(self, is_trusted: bool) -> Self:
-        """The same with functions that a saved configuration names imported.
+        """Return the same options with saved functions imported.
 
         Args:
             is_trusted: Whether their code may run.
@@ -94,15 +93,15 @@ class MethodConfig:
         return self
 
     def with_paths(self, change: Callable[[str], str]) -> Self:
-        """The same with other paths of models that are loaded beside the members.
+        """Return the same options with other paths of the models that are loaded beside the members.
 
         Args:
-            change: Gives the new path, or Hub id, for each.
+            change: Returns the new path, or Hub id, of each.
         """
         return self
 
     def check_saveable(self, is_for_hub: bool) -> None:
-        """Refuse options that nobody could load again.
+        """Refuse options that could not be loaded again.
 
         Args:
             is_for_hub: Whether it is to be loaded on other machines.
@@ -112,14 +111,14 @@ class MethodConfig:
         """
 
     def generate_options_beside(self, generation_config: Any) -> dict[str, Any]:
-        """Options of `generate` that hold where neither the call nor this generation config, or None, says other."""
+        """Return options of `generate` that apply unless the call or this generation config (or None) overrides them."""
         return {}
 
     def check_members(self, num_members: int) -> None:
         """Check the options against the number of members.
 
         Raises:
-            ConfigurationError: If the gate is no member.
+            ConfigurationError: If the gate is not a member.
         """
         if self.gate_rule is not None and self.gate_rule[0] >= num_members:
             raise ConfigurationError(
@@ -127,7 +126,7 @@ class MethodConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The method's name and options, as they are saved."""
+        """Return the method's name and options, as they are saved."""
         return {"name": self.name, **dataclasses.asdict(self)}
 
     def build(self, members: Any, union: Any, eos_ids: Any, device: Any) -> Any:
@@ -137,13 +136,13 @@ class MethodConfig:
             members: The members, of type `Member`; the first is the primary.
             union: Their `UnionVocabulary`.
             eos_ids: For each member, the ids that end a text.
-            device: Where the primary's logits are.
+            device: Device of the primary's logits.
 
         Returns:
             A `TokenMethod`.
 
         Raises:
-            ConfigurationError: If the method decides no tokens, or cannot be built for these members.
+            ConfigurationError: If the method does not decide tokens, or cannot be built for these members.
         """
         raise ConfigurationError(f"{type(self).__name__} is not a token-level method.")
 
@@ -154,7 +153,7 @@ def check_option(name: str, value: Any, is_right: bool, rule: str) -> None:
     Args:
         name: Of the option, for the error.
         value: Its value.
-        is_right: Whether it keeps the rule.
+        is_right: Whether it follows the rule.
         rule: What it has to be.
 
     Raises:
@@ -165,38 +164,39 @@ def check_option(name: str, value: Any, is_right: bool, rule: str) -> None:
 
 
 def check_positive_integer(name: str, value: Any) -> None:
-    """Refuse an option that is no integer of at least 1.
+    """Refuse an option that is not an integer of at least 1.
 
     Args:
         name: Of the option, for the error.
         value: Its value.
 
     Raises:
-        ConfigurationError: If it is none.
+        ConfigurationError: If it is not.
     """
     check_option(name, value, is_integer(value) and value > 0, "a positive integer")
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number; a bool is none."""
+    """Whether a value is a number; a bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an integer; a bool is none."""
+    """Whether a value is an integer; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class GatedConfig(MethodConfig):
-    """Base of the options of a method whose tokens a gate member may decide alone."""
+    """Base of the options of methods with a gate: a member that may decide tokens alone."""
 
     threshold: float | None = None
-    """Where the gate member gives one entry a probability above this, it decides alone and the others do not run. None:
-    all decide at every step."""
+    """If the gate member gives one entry a probability above this, it decides alone and the others do not run. None:
+    all members decide at every step.
+    """
 
     gate: int = 0
-    """Number of the gate member."""
+    """Index of the gate member."""
 
     def __post_init__(self) -> None:
         threshold, gate = self.threshold, self.gate
@@ -213,7 +213,7 @@ class GatedConfig(MethodConfig):
 
 
 METHODS: dict[str, type[MethodConfig]] = {}
-"""The options of every method by its name; a method's file puts its own here."""
+"""The options of every method by its name; each method's file adds its own."""
 
 
 def method_config(method: "str | MethodConfig | dict[str, Any]") -> MethodConfig:
@@ -230,7 +230,7 @@ def method_config(method: "str | MethodConfig | dict[str, Any]") -> MethodConfig
 
 
 def method_class(name: Any, is_saved: bool = False) -> type[MethodConfig]:
-    """The class of a method's options.
+    """Return the class of a method's options.
 
     Args:
         name: The method's name.
@@ -246,7 +246,7 @@ def method_class(name: Any, is_saved: bool = False) -> type[MethodConfig]:
 
 
 def made(kind: type[MethodConfig], options: dict[str, Any]) -> MethodConfig:
-    """Make a method's configuration of options by name.
+    """Create a method's configuration from options by name.
 
     Args:
         kind: Its class.
@@ -270,12 +270,12 @@ def _is_required(option: Any) -> bool:
 
 
 def normalize_weights(weights: Sequence[float] | None, num_members: int, as_given: bool = False) -> list[float]:
-    """Check mixing weights and scale them to sum 1; None gives every member the same.
+    """Check mixing weights and scale them to sum to 1; None gives equal weights.
 
     Args:
         weights: One weight per member.
         num_members: Number of members.
-        as_given: Whether negative ones are allowed, and none is scaled.
+        as_given: Whether weights may be negative and are not scaled.
 
     Raises:
         ConfigurationError: If there is not one weight per member, or one is negative or not finite, or all are 0.

@@ -36,16 +36,16 @@ from .scoring.pairs import read_pairs
 class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, GenerationMixin):  # type: ignore[misc, override]
     """An ensemble of causal language models that decodes as one model.
 
-    The first member is the primary: its tokenizer reads and writes the ids that users see, `forward` is its forward,
-    and it runs inside the stock decoding loop; at every step the other members' distributions are mixed in. Made by
-    `from_pretrained` (names or paths) or `from_members` (loaded objects).
+    The first member is the primary. Users see the ids of its tokenizer, `forward` is its forward pass, and it runs
+    inside the stock decoding loop. At every step, the other members' distributions are mixed in. To create an
+    ensemble, use `from_pretrained` (names or paths) or `from_members` (loaded objects).
 
     Attributes:
         members: The models, the primary first.
         tokenizers: Their tokenizers.
-        tokenizer: A copy of the primary's tokenizer that pads on the left; what it renders with `apply_chat_template`,
-            every member reads in its own template.
-        union_vocabulary: All members' vocabularies as one.
+        tokenizer: A copy of the primary's tokenizer that pads on the left. Every member reads the conversations that
+            it renders with `apply_chat_template` in its own template.
+        union_vocabulary: The union of all members' vocabularies.
     """
 
     config_class = EnsembleConfig
@@ -66,12 +66,12 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         if model is not None:
             config._attn_implementation = model.config._attn_implementation
         super().__init__(config)
-        # A member elsewhere has no weights here.
+        # A member elsewhere has no weights in this process.
         self.members = nn.ModuleList([nn.Module() if member.model is None else member.model for member in members])
         self._members = list(members)
         if primary.generation_config is not None:
             self.generation_config = copy.deepcopy(primary.generation_config)
-        # The primary's ends of texts by the same rule as everybody's, added ones included.
+        # The primary's EOS ids follow the same rule as every member's, including added ones.
         self.generation_config.eos_token_id = list(primary.eos_token_ids) or None
         if hasattr(model, "hf_device_map"):
             self.hf_device_map = dict(model.hf_device_map)
@@ -93,35 +93,36 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         batch_size: int = 8,
         **generate_options: Any,
     ) -> CompatibilityReport:
-        """Compare the members: shared entries, how alike words are cut, context lengths, EOS, templates, lengths.
+        """Compare the members: shared entries, how they cut words, context lengths, EOS, templates, response lengths.
 
         Args:
-            text: A text like those to be written, whose words (what white space separates) are cut by every member.
-                Default: common words, the first 1,000 entries of each member that are a space and two or more letters.
-            responses: For each member its responses to the same prompts; their lengths are compared then.
-            prompts: Prompts to run every member on by itself, for such responses.
-            max_new_tokens: Most ids of a response to `prompts`.
+            text: A text similar to those to be written. Every member cuts its words, which white space separates.
+                Default: common words, that is, the first 1,000 entries of each member that are a space and two or more
+                letters.
+            responses: For each member, its responses to the same prompts, to compare their lengths.
+            prompts: Prompts on which every member runs alone, to get such responses.
+            max_new_tokens: Largest number of ids of a response to `prompts`.
             batch_size: Number of prompts that run together.
             **generate_options: Other options of the members' `generate`, with `prompts`.
 
         Returns:
-            The figures; printed, a table.
+            The figures; `print` shows a table.
 
         Raises:
-            ConfigurationError: If `text` has no words, or responses or prompts are missing or too many.
+            ConfigurationError: If `text` has no words, or the number of responses or prompts is wrong.
         """
         return compare_members(self, text, responses, prompts, max_new_tokens, batch_size, generate_options)
 
     def check(self) -> CheckReport:
-        """Look for what is wrong with the members, before it shows in texts.
+        """Check the members for faults, before they show in texts.
 
-        Every member's tokenizer (characters and spaces that it loses, dropout, tokens without a row, BOS, EOS), its chat
-        template (system turns that it drops, turns that do not end), and its model: training mode, NaN on a long text,
-        positions, how its steps run and why not faster; and members that are the same. Each model runs on a text of 1,024
-        tokens.
+        The checks cover every member's tokenizer (lost characters and spaces, dropout, tokens without a row, BOS,
+        EOS), its chat template (dropped system turns, turns that do not end), and its model (training mode, NaN on a
+        long text, positions, how its steps run and why not faster). They also find members that are the same. Each
+        model runs on a text of 1,024 tokens.
 
         Returns:
-            The findings; printed, a text.
+            The findings; `print` shows them as text.
         """
         return check_members(self)
 
@@ -135,13 +136,13 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         return tuple(self._members)
 
     def alone(self, member: int | str) -> "EnsembleForCausalLM":
-        """One member as an ensemble of one, which writes and scores as that member does by itself.
+        """Return one member as an ensemble of one, which writes and scores as that member does alone.
 
         It shares model and tokenizer with this ensemble, and keeps the member's name, EOS ids and chat template. Its
         generation config is the member's own. A member behind a server writes by UniTE, from its best entries only.
 
         Args:
-            member: Number of the member, 0 for the primary, or its name.
+            member: Index of the member, 0 for the primary, or its name.
 
         Raises:
             ConfigurationError: If there is no such member, or more than one of that name, or it cannot be a primary.
@@ -157,10 +158,10 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         return self.writer(index)
 
     def writer(self, index: int) -> "EnsembleForCausalLM":
-        """One member as an ensemble of one whose prompts are read for it; for modes only.
+        """Return one member as an ensemble of one whose prompts are already read for it; for modes only.
 
         Args:
-            index: Number of the member.
+            index: Index of the member.
         """
         view, item = self._members[index], dataclasses.replace(self.config.members[index])
         method = "gac" if Offer.ROWS in view.offers else "unite"
@@ -168,10 +169,11 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         return type(self)(config, [view])
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """Render a conversation, or a batch of them, so that `generate` gives every member its own rendering.
+        """Render one conversation or a batch; `generate` then gives every member its own rendering.
 
-        The same as `ensemble.tokenizer.apply_chat_template`, whose arguments are those of `transformers`. The result are
-        the primary's ids; the other members read the conversation in their own templates when `generate` gets these ids.
+        This is the same as `ensemble.tokenizer.apply_chat_template`, and takes the arguments of `transformers`. It
+        returns the primary's ids. When `generate` receives these ids, the other members read the conversation in their
+        own templates.
 
         Args:
             conversation: Turns with `role` and `content`, or a list of such conversations.
@@ -179,21 +181,20 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
                 are variables of every member's template.
 
         Raises:
-            ConfigurationError: If the template refuses the conversation, or it holds something else than text.
+            ConfigurationError: If the template refuses the conversation, or it contains anything but text.
         """
         return self.tokenizer.apply_chat_template(conversation, **kwargs)
 
     def restart_member(self, name: str) -> None:
-        """Bring back a member that lives elsewhere and has died: its actor is ended and started anew.
+        """Restart a member that runs elsewhere and has died: its actor is ended and started again.
 
-        Calls that failed are not continued: what they had written is in their error's `written`.
+        Failed calls are not continued; their text so far is in the error's `written`.
 
         Args:
             name: The member's name.
 
         Raises:
-            ConfigurationError: If there is no such member, it lives in this process, or what is loaded now is another
-                model.
+            ConfigurationError: If there is no such member, it runs in this process, or another model is loaded now.
         """
         found = {id(member): member for member in self._members if member.name == name}
         if not found:
@@ -203,9 +204,9 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             member.restart()
 
     def close(self) -> None:
-        """End what members have started elsewhere, such as Ray actors; they cannot run until they are restarted.
+        """End what members have started elsewhere, such as Ray actors.
 
-        The same happens at the end of `with ensemble:`, when nothing refers to the ensemble any more, and when the
+        These members cannot run until you restart them. The same happens at the end of `with ensemble:`, when nothing refers to the ensemble any more, and when the
         interpreter ends.
         """
         for member in self._members:
@@ -235,7 +236,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         return self._members[0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # What `to`, `half`, `cuda` and their like come down to: checked before anything is moved.
+        # `to`, `half`, `cuda` and the like all call this, so it checks before anything is moved.
         for member in self._members:
             model: Any = member.model
             if model is None:
@@ -277,7 +278,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         seed: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Generate with all members: everything that `transformers` takes, and the method and weights of this call.
+        """Generate with all members: takes all arguments of `transformers`, and a method and weights for this call.
 
         Args:
             inputs: The primary's ids, of shape `(batch_size, length)`; the same as `input_ids`.
@@ -288,40 +289,41 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             prefix_allowed_tokens_fn: As in `transformers`, over the primary's ids.
             synced_gpus: As in `transformers`.
             assistant_model: Refused.
-            streamer: As in `transformers`; its `end` is called also if generation fails.
+            streamer: As in `transformers`; its `end` is called even if generation fails.
             negative_prompt_ids: Refused.
             negative_prompt_attention_mask: Refused.
             custom_generate: Refused.
             method: Name or configuration of the method for this call.
-            weights: Mixing weights for this call: one per member; or one such list for each row of `input_ids`; or a
-                function that is called at every step with the number of steps before it and all ids so far, of shape
-                `(batch_size, length)`, and returns either.
-            member_prompts: Prompts of members' own, as plain text: one entry per member, each a text for all rows, a list
-                with one per row, or None, also in such a list, for the text of `input_ids`. The primary's entry is None,
-                unless there are no `input_ids`.
-            output_decisions: Whether to record who decided what: `decisions` of the output, a `Decisions`. Takes
-                `return_dict_in_generate=True`, and no beams.
-            num_decision_entries: Number of each member's best entries that are recorded at each decision.
-            speculation: Who drafts several tokens ahead, for all members to check in one forward pass: `"ngram"` (what
-                followed the last ids where they stood before in the text), the name of a member, which writes on by
-                itself, or `"auto"` for both, where speculation can be used, else the plain loop. Greedy texts are those
-                without drafts (up to ties), and sampled ones of the same law. How much is drafted follows from what
-                pays. Default: nobody.
-            seed: Of a method that chooses among whole answers: from which its samples follow, whatever else is in the batch.
-                Default: one that is drawn by torch's generator of the CPU.
+            weights: Mixing weights for this call: one per member, one such list per row of `input_ids`, or a function
+                that returns either. The function is called at every step with the number of steps so far and all ids
+                so far, of shape `(batch_size, length)`.
+            member_prompts: Plain-text prompts for single members. One entry per member: a text for all rows, a list
+                with one text per row, or None (also in such a list) for the text of `input_ids`. The primary's entry
+                is None, unless there are no `input_ids`.
+            output_decisions: Whether to record which member decided what, in `decisions` of the output, a `Decisions`.
+                Needs `return_dict_in_generate=True`, and no beams.
+            num_decision_entries: Number of best entries per member to record at each decision.
+            speculation: The drafter of several tokens, which all members check in one forward pass: `"ngram"` (what
+                followed the last ids earlier in the text), the name of a member, which continues by itself, or
+                `"auto"` for both; if drafts cannot be used, `"auto"` runs the plain loop. Greedy texts stay the same
+                (up to ties), and sampled texts keep their distribution. The length of drafts adapts to what pays.
+                Default: no drafts.
+            seed: For methods that choose among whole answers: determines their samples, whatever else is in the batch.
+                Default: drawn from torch's CPU generator.
             **kwargs: Generation options and the primary's inputs, as in `transformers`.
 
         Returns:
-            The primary's ids of shape `(batch_size * num_return_sequences, length)`, or an output object with
-            `return_dict_in_generate`, whose `scores` and `logits` are the ensemble's, over the primary's ids. Of a
-            token-level method it also has `num_forwards` (each member's forward passes) and, but for beams,
-            `share_ensembled` (for each row, the share of choices that no gate made alone); neither where the primary has
-            all the weight and its own `generate` runs. With `speculation` it has `speculation`, a `SpeculationStats`.
+            The primary's ids of shape `(batch_size * num_return_sequences, length)`, or, with
+            `return_dict_in_generate`, an output object whose `scores` and `logits` are the ensemble's, over the
+            primary's ids. With a token-level method, it also has `num_forwards` (each member's forward passes) and,
+            except with beams, `share_ensembled` (for each row, the share of choices that no gate made alone); it has
+            neither if the primary has all the weight and its own `generate` runs. With `speculation`, it has
+            `speculation`, a `SpeculationStats`.
 
         Raises:
             ConfigurationError: If an option cannot work for an ensemble, or the inputs do not fit, or a member's
                 embeddings have been resized.
-            MemberError: If a member fails, gives NaN, or every candidate was filtered out.
+            MemberError: If a member fails, returns NaN, or every candidate was filtered out.
         """
         arguments: dict[str, Any] = {
             "generation_config": generation_config,
@@ -354,7 +356,8 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             return run_call(self, call, mode_for, inputs, kwargs, member_prompts)
         except BaseException:
             if streamer is not None:
-                # So its readers never hang; what failed is what is seen, also if the streamer (its event loop) fails too.
+                # So its readers never hang. The first failure is raised, even if the streamer (its event loop) fails
+                # too.
                 with contextlib.suppress(Exception):
                     streamer.end()
             raise
@@ -370,7 +373,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             **options: Generation options.
 
         Raises:
-            ConfigurationError: As `generate` would; but for what depends on the prompts.
+            ConfigurationError: As `generate` would, except for what depends on the prompts.
         """
         call = self.new_call(method, weights)
         call.arguments = dict.fromkeys(
@@ -390,25 +393,26 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         batch_size: int = 8,
         member_prompts: Sequence[Any] | None = None,
     ) -> Likelihoods:
-        """Score continuations: how likely each is after its prompt, by the distributions that `generate` decodes with.
+        """Score how likely each continuation is after its prompt, by the distributions that `generate` decodes with.
 
-        A pair of texts is encoded as one by the primary and split as lm-evaluation-harness does it; an empty prompt is
-        what a text starts from (BOS, else EOS). Token by token the fused distribution is read, of mixture sampling that
-        of the mixture. With spans it is the mean over the members of each one's own log-probability.
+        The primary encodes prompt and continuation as one text and splits it as lm-evaluation-harness does; an empty
+        prompt stands for the token that starts a text (BOS, else EOS). The score uses the fused distribution of each
+        token; for mixture sampling, that of the mixture. With spans, it is the mean of the members' own
+        log-probabilities.
 
         Args:
             prompts: Texts, or lists of the primary's ids.
-            continuations: One for each prompt, of its kind.
+            continuations: One for each prompt, also as text or as ids.
             method: Name or configuration of the method for this call.
-            weights: Mixing weights for this call: one per member; or one such list for each prompt; or a function as in
-                `generate`, which is called with the ids of a batch, left-padded, in the order of the prompts.
+            weights: Mixing weights for this call: one per member, one such list per prompt, or a function as in
+                `generate`, which is called with the left-padded ids of a batch, in the order of the prompts.
             batch_size: Number of pairs that run together.
-            member_prompts: Plain texts that members read in place of the prompts, as in `generate`: one entry per member,
-                each a text for all prompts, a list with one per prompt, or None. The primary's entry is None.
+            member_prompts: Plain texts that members read instead of the prompts, as in `generate`: one entry per
+                member, each a text for all prompts, a list with one per prompt, or None. The primary's entry is None.
 
         Raises:
             ConfigurationError: If prompts and continuations do not match, or a text is too long for a member.
-            MemberError: If a member fails or gives NaN.
+            MemberError: If a member fails or returns NaN.
         """
         mode = mode_of(self.new_call(method, weights))
         call = mode.call
@@ -423,12 +427,12 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
     def new_call(
         self, method: str | MethodConfig | None = None, weights: WeightsLike | None = None, is_writer: bool = False
     ) -> Call:
-        """What a call works with; for modes only.
+        """Return the data of a call; for modes only.
 
         Args:
             method: Name or configuration of the method. Default: the ensemble's.
             weights: Mixing weights. Default: the ensemble's.
-            is_writer: Whether this is a `writer`, of which nobody asks what is asked of an ensemble.
+            is_writer: Whether this is a `writer`, which skips the checks of an ensemble.
         """
         for member in self._members:
             member.check_size()

@@ -11,9 +11,9 @@ class Offer(Enum):
     EMBEDDINGS = ("its embeddings", "Use a method that does not compare them, such as 'unite'")
     SPANS = ("spans", "Use a token-level method")
     ANSWERS = ("whole answers", "Use a token-level method")
-    LIKELIHOODS = ("Use another criterion", "Choose by another criterion")
-    PROMPT_LOSS = ("Use other weights", "Give weights of another kind")
-    GATE = ("Name another member as `gate`", "Name another member as `gate`")
+    LIKELIHOODS = ("the likelihood of a text", "Choose by another criterion")
+    PROMPT_LOSS = ("how well it predicts the prompt", "Give weights of another kind")
+    GATE = ("a decision alone, as the gate", "Name another member as `gate`")
     PRIMARY = ("the ids of the ensemble, as the primary", "Put another member first")
     DRAFTS = ("drafts, or to check them", "Leave out `speculation`, or pass 'auto'")
 

@@ -123,7 +123,7 @@ def test_the_report_is_an_aligned_table_and_a_dictionary(ensemble):
         ({"responses": [["a"], ["b"]], "prompts": ["a"]}, "not both"),
         ({"prompts": []}, "`prompts` has to be a list of at least one text"),
         ({"prompts": "The cat"}, "`prompts` has to be a list"),
-        ({"prompts": [3], "max_new_tokens": 2}, "prompt 0 has to be a text"),
+        ({"prompts": [3], "max_new_tokens": 2}, "prompt 0 has to be a non-empty text"),
         ({"prompts": ["a"]}, "give `max_new_tokens`"),
         ({"max_new_tokens": 3}, "no effect without `prompts`"),
         ({"temperature": 3.0}, "no effect without `prompts`"),

@@ -18,7 +18,7 @@ from .base import Turns
 from .loaded import ModelSource, Reader, in_batches, learned_positions, padded_right, text_of, told_length
 
 if TYPE_CHECKING:
-    # It takes most of a second to import, which nobody has to wait for who loads no judge.
+    # Importing it takes most of a second, so only calls with a judge do.
     from transformers import PreTrainedModel
 
 _MAX_SOURCE_LENGTH = 1224
@@ -28,7 +28,7 @@ _MAX_CANDIDATE_LENGTH = 412
 """Ids of each candidate beside a source of full length, as published."""
 
 _MANY_TURNS = "Finish the following coversation in each i-th turn by filling in <Response i> with your response."
-"""What PairRM was told of conversations, misspelt as published."""
+"""PairRM's instruction for conversations, misspelt as published."""
 
 
 class LoadedJudge(ABC):
@@ -57,8 +57,8 @@ class RewardModel(ModelSource):
     """A sequence-classification model of one output, which scores an answer to a conversation.
 
     It reads conversation and answer in its chat template. If it has none, it reads a pair of texts, as cross-encoders
-    such as OpenAssistant's reward models do: the conversation (a single turn of the user as it is, else each turn headed
-    by its role) and the answer.
+    such as OpenAssistant's reward models do: the conversation (a single user turn unchanged, otherwise each turn
+    headed by its role) and the answer.
 
     Reference:
         OpenAssistant, "Reward model trained from human feedback",
@@ -69,10 +69,10 @@ class RewardModel(ModelSource):
     what: ClassVar[str] = "reward model"
 
     truncation: bool = False
-    """Whether a conversation that is too long loses its beginning, but for a BOS token. The answer is never cut."""
+    """Whether to cut the beginning (except BOS) of a conversation that is too long. The answer is never cut."""
 
     max_length: int | None = None
-    """Number of ids that it reads. None: as many as it has learned positions, else as its tokenizer says."""
+    """Number of ids that it reads. None: its number of learned positions, or else its tokenizer's limit."""
 
     chat_template: str | None = None
     """Jinja template for conversations. None: the tokenizer's own."""
@@ -105,11 +105,11 @@ class LoadedRewardModel(LoadedJudge):
 
     Args:
         source: Where it came from.
-        model: The model, which is this object's own.
+        model: The model, which only this object uses.
         tokenizer: Its tokenizer.
 
     Raises:
-        ConfigurationError: If `max_length` is more than it has positions.
+        ConfigurationError: If `max_length` exceeds its number of positions.
     """
 
     def __init__(self, source: RewardModel, model: "PreTrainedModel", tokenizer: PreTrainedTokenizerBase):
@@ -153,7 +153,7 @@ class LoadedRewardModel(LoadedJudge):
         """The ids of the conversation with the answer in the chat template."""
         ids = self._conversation(turns, answer)
         if self._max_length is not None and len(ids) > self._max_length:
-            # What does not depend on the answer stands in front of it.
+            # The part that does not depend on the answer comes first.
             others = zip(ids, self._conversation(turns, "" if answer else "a"), strict=False)
             num_before = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], others))
             start = ids[:1] if ids[0] == self._tokenizer.bos_token_id else []
@@ -178,7 +178,7 @@ class LoadedRewardModel(LoadedJudge):
         return self._reader.conversation([*turns, {"role": "assistant", "content": answer}])
 
     def _check_fits(self, length: int, num_kept: int) -> None:
-        """Refuse a text that is too long, unless it may be cut and the part that is kept fits."""
+        """Refuse a text that is too long, unless it may be cut and the rest fits."""
         if not self._source.truncation:
             raise ConfigurationError(
                 f"{self._source.name} reads {self._max_length} ids, but a conversation with its answer has {length}. "
@@ -211,14 +211,14 @@ class LoadedRewardModel(LoadedJudge):
 class PairRanker(ModelSource):
     """A model that compares two answers, in the layout of `llm-blender/PairRM-hf`.
 
-    A DeBERTa reads the conversation and two candidates; a head on what it makes of their prefix tokens gives a logit, the
-    higher the better the candidate that is read first. Every ordered pair is read, and a candidate's score is the sum,
-    over the others, of the logits for it minus those against it ("max logits").
+    A DeBERTa reads the conversation and two candidates; a head on its hidden states of their prefix tokens gives a
+    logit, which is higher the better the first candidate is. Every ordered pair is read, and a candidate's score is
+    the sum, over the others, of the logits for it minus those against it ("max logits").
 
-    What it reads of a conversation is what was published: a single turn of the user is the source as it is. Of several
-    turns, users and the assistant alternating, the source is an instruction and the users' turns with a numbered place for
-    each response, and a candidate is all responses, the earlier ones included. A system turn at the beginning is put in
-    front of the source, on lines of its own. Any other conversation is a plain text, each turn headed by its role.
+    It reads a conversation as published. A single user turn is the source, unchanged. If users and the assistant
+    alternate, the source is an instruction and the user turns with a numbered place for each response, and a candidate
+    is all responses, including the earlier ones. A system turn at the beginning goes in front of the source, on lines
+    of its own. Any other conversation is plain text, each turn headed by its role.
 
     Reference:
         Jiang, Ren and Lin, "LLM-Blender: Ensembling Large Language Models with Pairwise Ranking and Generative Fusion",
@@ -229,8 +229,9 @@ class PairRanker(ModelSource):
     what: ClassVar[str] = "pairwise ranker"
 
     truncation: bool = False
-    """Whether what is too long is cut at its end, as published: the source after 1224 ids, a candidate after half of what
-    the source leaves of 2048."""
+    """Whether to cut texts that are too long at their ends, as published: the source after 1224 ids, a candidate after
+    half of the rest of 2048.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -240,7 +241,7 @@ class PairRanker(ModelSource):
         """Load the model and its tokenizer.
 
         Raises:
-            ConfigurationError: If there is no such model or tokenizer, or it is no pairwise ranker.
+            ConfigurationError: If there is no such model or tokenizer, or it is not a pairwise ranker.
         """
         config = self.load_config()
         needed = ("n_tasks", "drop_out", *_PREFIXES)
@@ -288,7 +289,7 @@ class LoadedPairRanker(LoadedJudge):
         self._max_positions = learned_positions(model)
 
     def scores(self, turns: Turns, answers: list[str]) -> list[float]:
-        """Score answers to a conversation against one another; see `LoadedJudge.scores`. A single one has the score 0.
+        """Score answers against each other; see `LoadedJudge.scores`. A single answer has the score 0.
 
         Raises:
             ConfigurationError: If an answer or the conversation is too long, the model has no row for an id, or a logit is
@@ -354,7 +355,7 @@ class LoadedPairRanker(LoadedJudge):
                 f"{self._source.name} has {self._max_positions} learned positions, but a conversation with two "
                 f"answers has {max(map(len, joined))} ids. Shorten them."
             )
-        # A prefix stands behind what the tokenizer puts in front of each part.
+        # A prefix follows what the tokenizer puts in front of each part.
         start = len(self._frame.ids[0])
         places = [[start, start + len(a), start + len(a) + len(b)] for a, b, _ in rows]
         inputs = *padded_right(joined, self._pad_id), torch.tensor(places)
@@ -366,7 +367,7 @@ class LoadedPairRanker(LoadedJudge):
 
 @functools.cache
 def _pair_model_class() -> Any:
-    """The class of PairRM's model. Made when it is first needed: DeBERTa takes long to import."""
+    """The class of PairRM's model. Created on first use, because importing DeBERTa takes long."""
     from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2Model, DebertaV2PreTrainedModel
 
     class DebertaForPairs(DebertaV2PreTrainedModel):
@@ -393,7 +394,7 @@ def _pair_model_class() -> Any:
             Args:
                 input_ids: Source and candidates, of shape `(batch_size, num_ids)`.
                 attention_mask: Of the same shape.
-                places: Where the three prefixes stand, of shape `(batch_size, 3)`.
+                places: Positions of the three prefixes, of shape `(batch_size, 3)`.
 
             Returns:
                 Logits of shape `(batch_size,)`, above 0 if the first candidate is better.
@@ -413,7 +414,7 @@ Judge = RewardModel | PairRanker
 
 
 def judge_of(saved: dict[str, Any]) -> Judge:
-    """Read a judge that `to_dict` gave.
+    """Read a judge from the result of `to_dict`.
 
     Raises:
         ConfigurationError: If there is no such kind of judge, or no such option.

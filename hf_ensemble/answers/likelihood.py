@@ -1,4 +1,4 @@
-"""How likely whole answers are to every member, with their ends."""
+"""Log-probabilities of whole answers under every member, including their ends."""
 
 import functools
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def log_probs_of_answers(
     answers: Sequence[Sequence[Candidate]],
     end_ids: Sequence[int],
 ) -> list[list[list[float | None]]]:
-    """Let every member of weight above 0 score answers, each in its own ids and all of them together.
+    """Let every member with a weight above 0 score all answers, each in its own ids.
 
     Args:
         members: The members, the primary first.
@@ -34,12 +34,13 @@ def log_probs_of_answers(
         end_ids: The primary's ids that end a text.
 
     Returns:
-        By row, answer and member, the natural logarithm of the answer's probability after the prompt. If a control token
-        has ended it, that of any control token which ends a text of the member belongs to it. None for members of weight 0.
+        By row, answer and member, the natural logarithm of the answer's probability after the prompt. If a control
+        token ended the answer, the probability of any control token that ends the member's texts is included. None for
+        members of weight 0.
 
     Raises:
         ConfigurationError: If prompt and answer do not fit a member's positions.
-        MemberError: If a member fails, or gives NaN.
+        MemberError: If a member fails, or returns NaN.
     """
     eos_ids = eos_ids_of(members, end_ids)
     found: list[list[list[float | None]]] = [[[None] * len(members) for _ in of_row] for of_row in answers]

@@ -1,4 +1,4 @@
-"""Models that are loaded to judge or to fuse answers: where they come from, and how they read text."""
+"""Models that judge or fuse answers: how they are loaded, and how they read text."""
 
 import dataclasses
 import os
@@ -20,25 +20,25 @@ from ..vocabulary.rendered import RenderedEncoder
 from .base import Turns
 
 if TYPE_CHECKING:
-    # It takes most of a second to import, which nobody has to wait for who loads no judge.
+    # Importing it takes most of a second, so only calls with a judge or fuser do.
     from transformers import PreTrainedModel
 
 _POSITION_TABLES = {"position_embeddings", "position_embedding", "embed_positions", "wpe"}
 _SANE_LENGTH = 10**9
-"""A tokenizer that knows no limit says 10^30."""
+"""Tokenizers without a limit report 10^30."""
 
 _Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from that judges or fuses answers, and how it is loaded."""
+    """The source of a model that judges or fuses answers, and how to load it."""
 
     kind: ClassVar[str]
-    """What it is, in what is saved."""
+    """Its kind, in saved configurations."""
 
     what: ClassVar[str]
-    """What errors call it."""
+    """Its name in errors."""
 
     path: str
     """Hub id or path of the model, with its tokenizer beside it. Only safetensors are read, and no code is run."""
@@ -50,10 +50,10 @@ class ModelSource:
     """Folder within the repository or path."""
 
     dtype: str | None = field(default=None, kw_only=True)
-    """Name of the weights' dtype (`"float32"`, `"bfloat16"`, …). None: as the checkpoint says."""
+    """Name of the weights' dtype (`"float32"`, `"bfloat16"`, …). None: the checkpoint's."""
 
     device: str | None = field(default=None, kw_only=True)
-    """Where the weights go (`"cuda"`). None: the CPU. Never saved."""
+    """Device of the weights (`"cuda"`). None: the CPU. Never saved."""
 
     batch_size: int = field(default=8, kw_only=True)
     """Number of texts that it reads at once."""
@@ -76,7 +76,7 @@ class ModelSource:
         check_positive_integer("batch_size", self.batch_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved: its kind and everything that is set, but for what belongs to one machine."""
+        """Return what is saved: its kind and everything that is set, except what belongs to one machine."""
         saved = {
             option.name: getattr(self, option.name)
             for option in dataclasses.fields(self)
@@ -86,7 +86,7 @@ class ModelSource:
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Self:
-        """Read what `to_dict` gave.
+        """Read the result of `to_dict`.
 
         Raises:
             ConfigurationError: If it is of another kind, or there is no such option.
@@ -103,7 +103,7 @@ class ModelSource:
 
     @property
     def name(self) -> str:
-        """What errors call this one."""
+        """Its name and path, for errors."""
         return f"{self.what} {self.path!r}"
 
     def load_config(self) -> PreTrainedConfig:
@@ -136,7 +136,7 @@ class ModelSource:
                 f"{self.name} has no tokenizer that can be loaded: {error} Save its tokenizer in the same folder."
             ) from error
         special = set(tokenizer.all_special_tokens)
-        # Some classes make an empty one where there is no file.
+        # Some classes create an empty tokenizer if there is no file.
         if not any(char.isalpha() for token in tokenizer.get_vocab() if token not in special for char in token):
             raise ConfigurationError(
                 f"{self.name} has no tokenizer that writes text. Save its tokenizer in the same folder."
@@ -148,7 +148,7 @@ class ModelSource:
 
         Args:
             model_class: Its class, or an auto class.
-            refuses_unexpected: Whether weights that the model has no place for are refused too.
+            refuses_unexpected: Whether to refuse weights that the model does not have, too.
 
         Raises:
             ConfigurationError: If it cannot be loaded, or not all of its weights are in the checkpoint.
@@ -163,7 +163,7 @@ class ModelSource:
             raise ConfigurationError(f"{self.name} cannot be loaded: {error}") from error
         problems = [("lacks", info["missing_keys"])]
         if refuses_unexpected:
-            # Old checkpoints hold the numbers of the positions, which are no weights.
+            # Old checkpoints hold position numbers, which are not weights.
             unexpected = [key for key in info["unexpected_keys"] if not str(key).endswith("position_ids")]
             problems.append(("has no place for", unexpected))
         for problem, keys in problems:
@@ -217,14 +217,14 @@ class Frame:
 
 
 class Reader:
-    """How a loaded model reads text: what content spells is never a control token.
+    """How a loaded model reads text. Content never becomes control tokens.
 
     Args:
         tokenizer: The model's tokenizer; only read.
         model: The model.
-        name: What errors call it.
-        chat_template: A template in place of the tokenizer's own.
-        control: Ids that are control tokens though the tokenizer does not say so.
+        name: Its name in errors.
+        chat_template: A template to use instead of the tokenizer's own.
+        control: Ids that are control tokens, even if the tokenizer does not flag them.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class Reader:
         Args:
             form: A format string, whose own text may spell control tokens.
             content: Its fields, which never do.
-            starts: Whether what the tokenizer puts in front of a text (BOS) stands there.
+            starts: Whether to add what the tokenizer puts in front of a text (BOS).
 
         Raises:
             ConfigurationError: If the model has no row for an id.
@@ -286,7 +286,7 @@ class Reader:
 
         Args:
             turns: The turns.
-            adds_prompt: Whether the beginning of an answer stands at the end.
+            adds_prompt: Whether to add the beginning of an answer at the end.
 
         Raises:
             ConfigurationError: If the template refuses it, or the model has no row for an id.
@@ -301,7 +301,7 @@ class Reader:
         return self._checked(ids)
 
     def plain_text(self, turns: Turns) -> str:
-        """A conversation as plain text: a single turn of the user as it is, else each turn headed by its role."""
+        """A conversation as plain text: a single user turn unchanged, otherwise each turn headed by its role."""
         if len(turns) == 1 and turns[0]["role"] == "user":
             return text_of(turns[0])
         return self._plain.text(Conversation(turns))
@@ -322,7 +322,7 @@ def text_of(turn: dict[str, Any]) -> str:
 
 
 def learned_positions(model: "PreTrainedModel") -> int | None:
-    """How many ids fit a model's learned position embeddings; None where nothing breaks beyond a length."""
+    """The number of ids that fit a model's learned position embeddings; None if no length is too long."""
     sizes = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in _POSITION_TABLES and isinstance(module, torch.nn.Embedding):
@@ -333,20 +333,20 @@ def learned_positions(model: "PreTrainedModel") -> int | None:
 
 
 def told_length(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """How many ids a tokenizer says that its model reads; None if it does not."""
+    """The number of ids that a model reads by its tokenizer; None if the tokenizer does not say."""
     length = tokenizer.model_max_length
     return int(length) if length < _SANE_LENGTH else None
 
 
 def in_batches(rows: Sequence[_Row], size: int, length: Callable[[_Row], int]) -> Iterator[list[int]]:
-    """Numbers of rows that are read together: those of similar length, so that little is padded."""
+    """Indices of the rows of each batch: rows of similar length, to save padding."""
     order = sorted(range(len(rows)), key=lambda n: length(rows[n]))
     for start in range(0, len(order), size):
         yield order[start : start + size]
 
 
 def padded_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Rows of ids padded on the right, and 1 for what is no padding, each of shape `(num_rows, longest)`."""
+    """Rows of ids padded on the right, and a mask with 0 for padding, each of shape `(num_rows, longest)`."""
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])

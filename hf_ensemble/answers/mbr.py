@@ -1,4 +1,4 @@
-"""Minimum Bayes risk: the answer that is most like all others.
+"""Minimum Bayes risk: the answer most similar to all the others.
 
 Reference:
     Kumar and Byrne, "Minimum Bayes-Risk Decoding for Statistical Machine Translation" (NAACL 2004). Its aggregated form:
@@ -22,7 +22,7 @@ Utility = Callable[[list[str], list[str]], Sequence[float]]
 
 @dataclass(frozen=True)
 class MbrConfig(AnswersConfig):
-    """Minimum Bayes risk: the candidate of the highest expected utility, all candidates being the references.
+    """Minimum Bayes risk: the candidate with the highest expected utility, with all candidates as references.
 
     The expected utility of a candidate is the sum over all candidates, itself included, of their weights times its utility
     against them. Ties go to the earliest.
@@ -33,19 +33,21 @@ class MbrConfig(AnswersConfig):
         (https://arxiv.org/abs/2402.04251).
 
     Relations:
-        For texts of which many are right and none is equal: translations and summaries. Of single words it is a vote that
-        counts similar ones too.
+        For tasks with many right texts, no two of them equal: translations and summaries. For single words, it is a
+        vote that counts similar words too.
     """
 
     name: ClassVar[str] = "mbr"
 
     utility: str | Utility = "chrf"
-    """How good a text is if another is right: `"chrf"`, character n-grams as in `sacrebleu` from 0 to 100; or a function of
-    two lists of texts, candidates and references, that gives a number for each pair. If it has a parameter `prompts`, it is
-    also given the prompt of each pair: a text, or the turns of a conversation of more than one."""
+    """How good a text is if another is right: `"chrf"`, character n-grams as in `sacrebleu` from 0 to 100; or a
+    function of two lists of texts, candidates and references, that returns a number for each pair. If the function has
+    a parameter `prompts`, it also receives the prompt of each pair: a text, or the turns of a conversation with more
+    than one.
+    """
 
     aggregate: bool = False
-    """Whether chrF is taken once, against the mean counts of all references, which takes time linear in their number."""
+    """Whether to compute chrF once per candidate, against the mean counts of all references, in linear time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +77,7 @@ class MbrConfig(AnswersConfig):
 
     @property
     def least_members(self) -> int:
-        """Number of members from which on it can be better than each of them: of two answers chrF prefers the longer."""
+        """Smallest number of members with which it can be better than each: of two answers, chrF prefers the longer."""
         return 3 if self.has_one_each else 1
 
     def _utilities(self, question: Question) -> list[list[float]]:

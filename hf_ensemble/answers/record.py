@@ -1,4 +1,4 @@
-"""What one call that chose among whole answers looked at: who wrote which answer, and what was said of it."""
+"""The record of a call that chose among whole answers: all answers, their writers and their scores."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ class AnswerWriter:
 
     Attributes:
         name: Name of the member or the method.
-        member: Number of the member; None for a method.
+        member: Index of the member; None for a method.
         number: Which of the writer's answers it is, from 0 on.
-        num_tokens: Number of the new ids, the one that ended it included: the member's own, or the primary's if a method
+        num_tokens: Number of new ids, including the one that ended it: the member's own, or the primary's if a method
             wrote them.
         ended_by: `"eos"` if a control token ended it, `"text"` if a stop string, another criterion or an end id that writes
             text did; None if it has not ended.
-        log_prob: Natural logarithm of the probability that the member gave the ids; None where nobody has computed it.
+        log_prob: Natural logarithm of the probability that the member gave the ids; None if it was not computed.
         seconds: Its share of the seconds that the writer took.
     """
 
@@ -39,17 +39,17 @@ class AnswerWriter:
 
 @dataclass(frozen=True)
 class Answer:
-    """One candidate: a text, and all who wrote it.
+    """One candidate: a text and its writers.
 
     Attributes:
-        text: The text; `�` stands for bytes that are no character.
+        text: The text; `�` stands for bytes that are not a character.
         data: Its bytes.
         ended: Whether it has ended.
-        writers: Who wrote it, members before methods.
-        weight: The share of all its writers; those of a prompt's candidates sum to 1.
-        scores: For every criterion, by its name, what it says of the candidate; None for nothing.
+        writers: Its writers, members before methods.
+        weight: The sum of its writers' shares; the weights of a prompt's candidates sum to 1.
+        scores: The candidate's score for every criterion, by its name; None for no score.
         answer: What a vote read out of it; None for nothing.
-        rank: Its place among the candidates, 0 for the best; None if it was not ranked.
+        rank: Its rank among the candidates, 0 for the best; None if it was not ranked.
         places: Which of the sequences returned for its prompt have this text, from 0 on; empty for none.
     """
 
@@ -73,7 +73,8 @@ class Answers:
         prompts: The prompts.
         criteria: Names of the scores.
         method: Name of the method that chose.
-        written: For each prompt, what another model wrote in place of any candidate; None where a candidate was returned.
+        written: For each prompt, the text that another model wrote to return instead of a candidate; None if a
+            candidate was returned.
     """
 
     rows: tuple[tuple[Answer, ...], ...]
@@ -99,13 +100,13 @@ class Answers:
         return f"Answers(prompts={len(self.rows)}, candidates={num}, method={self.method!r})"
 
     def to_pandas(self) -> Any:
-        """Give the candidates as a `pandas.DataFrame`: one line for each candidate and writer.
+        """Return the candidates as a `pandas.DataFrame`, with one row per candidate and writer.
 
-        Columns of the candidate, the same on the lines of all its writers: `row`, the number of its prompt; `candidate`,
-        counted from 0 in its row; `text`; `ended`; `weight`; `answer`; `rank`; `places`, a list; and for each criterion
-        `score_` with its name. Columns of the writer: `writer`, a name; `member`; `number`; `num_tokens`; `ended_by`;
-        `log_prob`; `seconds`. The meanings are those of `Answer` and `AnswerWriter`; what is None there is missing. What
-        another model wrote is no candidate, and has no line.
+        Columns of the candidate, the same in the rows of all its writers: `row`, the number of its prompt;
+        `candidate`, counted from 0 in its row; `text`; `ended`; `weight`; `answer`; `rank`; `places`, a list; and for
+        each criterion `score_` with its name. Columns of the writer: `writer`, a name; `member`; `number`;
+        `num_tokens`; `ended_by`; `log_prob`; `seconds`. The meanings are those of `Answer` and `AnswerWriter`; None
+        becomes a missing value. A text that another model wrote is not a candidate, and has no row.
 
         Raises:
             ConfigurationError: If pandas is not installed.
@@ -121,7 +122,7 @@ class Answers:
         return data_frame("to_pandas", lines, (*_OF_ANSWER, *scores, *_OF_WRITER), types)
 
     def to_html(self, path: str | os.PathLike[str], title: str = "Answers") -> None:
-        """Write one page that needs no network and no script: for each prompt its candidates, the best first.
+        """Write a page that needs no network and no script: for each prompt its candidates, the best first.
 
         Args:
             path: File to write.
@@ -144,11 +145,11 @@ class Answers:
 _OF_ANSWER = ("row", "candidate", "text", "ended", "weight", "answer", "rank", "places")
 _OF_WRITER = ("writer", "member", "number", "num_tokens", "ended_by", "log_prob", "seconds")
 _NUMBERS = ("weight", "rank", "member", "log_prob", "seconds")
-"""The columns of numbers in which some may be missing, or none be there at all."""
+"""Numeric columns in which some or all values may be missing."""
 
 
 def _values_of(answer: Answer, criteria: Sequence[str]) -> tuple[Any, ...]:
-    """What stands in a candidate's columns from `text` on."""
+    """The values of a candidate's columns from `text` on."""
     scores = [answer.scores.get(name) for name in criteria]
     return answer.text, answer.ended, answer.weight, answer.answer, answer.rank, list(answer.places), *scores
 
@@ -165,17 +166,16 @@ def record_of(
     prompts: Sequence[str],
     method: str,
 ) -> Answers:
-    """Make the record of a call.
+    """Create the record of a call.
 
     Args:
         questions: What was asked.
         choices: What was chosen, by question.
-        places: By question, for each sequence that was returned for it the number of the candidate; ignored where another
-            model wrote it.
+        places: By question, the index of the candidate for each returned sequence; ignored if another model wrote it.
         prompts: The prompts, by question.
         method: Name of the method that chose.
     """
-    # A criterion may have nothing to say about some questions.
+    # A criterion may have no scores for some questions.
     criteria = tuple(dict.fromkeys(name for choice in choices for name in choice.scores))
     rows = tuple(
         _answers_of(question.candidates, choice, returned if choice.written is None else (), criteria)

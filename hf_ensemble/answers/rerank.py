@@ -1,4 +1,4 @@
-"""Rerank: the answer that the members find likeliest, or that a judge likes best.
+"""Rerank: the answer that the members find likeliest, or that a judge rates best.
 
 Reference:
     Jiang, Ren and Lin, "LLM-Blender: Ensembling Large Language Models with Pairwise Ranking and Generative Fusion"
@@ -20,27 +20,28 @@ Score = Callable[[list[str | Turns], list[str]], Sequence[float]]
 
 @dataclass(frozen=True)
 class RerankConfig(AnswersConfig):
-    """Rerank: the candidate of the best score, of a tie the earliest.
+    """Rerank: the candidate with the best score; ties go to the earliest.
 
-    By likelihood that is the lowest mean, over the members of weight above 0, of the bits per byte of the whole answer,
-    its end included, after the prompt.
+    By likelihood, the best score is the lowest mean, over the members with a weight above 0, of the bits per byte of
+    the whole answer after the prompt, including its end.
 
     Reference:
         Jiang, Ren and Lin, "LLM-Blender: Ensembling Large Language Models with Pairwise Ranking and Generative Fusion"
         (https://arxiv.org/abs/2306.02561), for judges.
 
     Relations:
-        For open answers, which have no right text to agree on. By likelihood it is SweetSpan with one span for the whole
-        answer, and without its filter.
+        For open answers, which have no single right text to agree on. By likelihood, it is SweetSpan with one span for
+        the whole answer, without the filter.
     """
 
     name: ClassVar[str] = "rerank"
     likelihoods_ignore_options: ClassVar[bool] = True
 
     score: Literal["likelihood"] | RewardModel | PairRanker | Score = "likelihood"
-    """Who scores: `"likelihood"` (the members, in bits per byte), a `RewardModel`, a `PairRanker`, or a function of two
-    lists, prompts and answers, that gives a number for each pair, the higher the better. A prompt is a text, or the turns
-    of a conversation of more than one."""
+    """The judge: `"likelihood"` (the members, in bits per byte), a `RewardModel`, a `PairRanker`, or a function of two
+    lists, prompts and answers, that returns a number for each pair; higher is better. A prompt is a text, or the turns
+    of a conversation with more than one.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +56,7 @@ class RerankConfig(AnswersConfig):
 
     @property
     def gives_likelihoods(self) -> bool:
-        """Whether it says how likely a text is: where it ranks by that."""
+        """Whether it has likelihoods of texts: yes, if it ranks by them."""
         return self.score == "likelihood"
 
     @property
@@ -99,11 +100,11 @@ def _by_likelihood(candidates: Sequence[Candidate], log_probs: Sequence[Sequence
 
 
 def _bits_per_byte(candidate: Candidate, log_prob: float) -> float:
-    """Bits per byte of a whole answer, the control token that ends it counted as one byte; infinite for nothing at all.
+    """Bits per byte of a whole answer, counting the control token that ends it as one byte; infinite for an empty one.
 
     Args:
         candidate: The answer.
-        log_prob: Natural logarithm of its probability, with its end.
+        log_prob: Natural logarithm of its probability, including its end.
     """
     num_bytes = len(candidate.data) + candidate.has_eos
     return -log_prob / (math.log(2) * num_bytes) if num_bytes else math.inf

@@ -22,10 +22,10 @@ Extractor = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class VoteConfig(AnswersConfig):
-    """Vote: the answer of the highest weight, and of its candidates the earliest.
+    """Vote: the answer with the most weight, and its earliest candidate.
 
-    Answers are compared as strings, whether or not the texts that hold them have ended. A tie goes to the primary's answer
-    if it is among the tied, else to the earliest. Candidates without an answer have no vote; if there is no answer at all,
+    Answers are compared as strings, whether or not their texts have ended. A tie goes to the primary's answer if it is
+    among the tied ones, else to the earliest. Candidates without an answer have no vote; if there is no answer at all,
     the primary's first candidate is returned, with a warning.
 
     Reference:
@@ -33,15 +33,17 @@ class VoteConfig(AnswersConfig):
         (https://arxiv.org/abs/2203.11171).
 
     Relations:
-        For answers that are equal or not: labels, numbers, short facts. Longer texts are hardly ever equal; see
+        For answers that are either equal or not: labels, numbers, short facts. Longer texts are hardly ever equal; see
         `MbrConfig`.
     """
 
     name: ClassVar[str] = "vote"
 
     extract: str | re.Pattern[str] | Extractor | None = field(default=None)
-    """What is the answer in a text: a regular expression (its last match; the first group of that if it has one), or a
-    function of the text that returns it, or None for no answer. None: the text without white space at its ends."""
+    """How to find the answer in a text: a regular expression (its last match, or that match's first group if it has
+    one), or a function of the text that returns the answer, or None for no answer. None: the text without white space
+    at its ends.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +64,7 @@ class VoteConfig(AnswersConfig):
 
     @property
     def least_members(self) -> int:
-        """Number of members from which on it can be better than each of them: of two answers the primary's wins."""
+        """Smallest number of members with which it can be better than each: of two answers, the primary's wins."""
         return 3 if self.has_one_each else 1
 
     def choose(self, questions: Sequence[Question], panel: Panel) -> list[Choice]:

@@ -1,1 +1,1 @@
-"""Conversations: what each member reads of one."""
+"""Conversations, and how each member reads them."""

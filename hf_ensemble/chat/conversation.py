@@ -1,4 +1,4 @@
-"""A conversation, as it was given: what every member renders in its own way."""
+"""A conversation as the user gave it, which every member renders in its own way."""
 
 import copy
 import dataclasses
@@ -13,19 +13,19 @@ from ..errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation and how it is to be rendered. It shares nothing with what the user gave.
+    """One conversation and how to render it. It is a copy of what the user gave.
 
     Attributes:
-        messages: The turns: dictionaries with `role` and `content`, a text or text parts, and whatever else.
-        options: What else `apply_chat_template` takes: JSON schemas of `tools`, `documents`, how the end is rendered, and
-            other variables of the templates.
+        messages: The turns: dictionaries with `role` and `content` (a text or text parts), and any other keys.
+        options: Other arguments of `apply_chat_template`: JSON schemas of `tools`, `documents`, how to render the end,
+            and variables of the templates.
     """
 
     messages: list[dict[str, Any]]
     options: dict[str, Any] = field(default_factory=dict)
 
     def with_strings(self, change: Callable[[str], str]) -> "Conversation":
-        """The same with every text in it changed; names of fields and of special tokens are none."""
+        """Return the same with every text changed, except names of fields and of special tokens."""
 
         def changed(value: Any) -> Any:
             return _map(value, lambda leaf: change(leaf) if isinstance(leaf, str) else leaf)
@@ -37,7 +37,7 @@ class Conversation:
         return Conversation(changed(self.messages), options)
 
     def with_system_prompt(self, text: str | None) -> "Conversation":
-        """The same with this system turn in place of its own; without one if it is empty. None: its own."""
+        """Return the same with this system turn instead of its own; empty for no system turn, None for its own."""
         if text is None:
             return self
         rest = self.messages[1:] if self.messages[0]["role"] == "system" else self.messages
@@ -45,7 +45,7 @@ class Conversation:
         return dataclasses.replace(self, messages=[*turn, *rest])
 
     def with_joined_parts(self) -> "Conversation":
-        """The same with a turn's text parts joined, with nothing between them."""
+        """Return the same with the text parts of each turn joined, without a separator."""
         messages = []
         for message in self.messages:
             content = message.get("content")
@@ -55,7 +55,7 @@ class Conversation:
         return dataclasses.replace(self, messages=messages)
 
     def with_folded_system(self) -> "Conversation":
-        """The same with every system turn put in front of the next user turn, a blank line between them."""
+        """Return the same with every system turn put in front of the next user turn, after a blank line."""
         messages: list[dict[str, Any]] = []
         waiting: list[str] = []
         for message in self.with_joined_parts().messages:
@@ -77,14 +77,14 @@ def read_conversations(conversation: Any, tools: Any, **options: Any) -> tuple[l
     Args:
         conversation: Turns, or a list of such conversations; each may also be an object with `messages`.
         tools: JSON schemas, or functions with type hints and a docstring.
-        **options: What else `apply_chat_template` takes.
+        **options: Other arguments of `apply_chat_template`.
 
     Returns:
         The conversations, and whether it was a batch.
 
     Raises:
-        ConfigurationError: If there is no turn, or a turn holds something else than text.
-        TypeError: If a turn is no dictionary with a role.
+        ConfigurationError: If there is no turn, or a turn contains anything but text.
+        TypeError: If a turn is not a dictionary with a role.
     """
     if options.get("add_generation_prompt") and options.get("continue_final_message"):
         raise ConfigurationError(
@@ -134,7 +134,7 @@ def _read_message(message: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The same as dictionaries, lists and copies of what is in them."""
+    """A deep copy made of dictionaries and lists."""
     return _map(value, copy.deepcopy)
 
 

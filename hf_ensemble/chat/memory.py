@@ -1,7 +1,7 @@
-"""Which conversation the primary's ids stand for.
+"""Finds the conversation behind the primary's ids.
 
-The stock pipeline hands nothing but ids from the tokenizer to `generate`. What each member needs to render its own
-prompt is therefore kept here, under the exact ids that the primary's rendering gave.
+The stock pipeline passes nothing but ids from the tokenizer to `generate`. So the conversation that each member needs
+for its own prompt is kept here, under the exact ids of the primary's rendering.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from .conversation import Conversation
 
 MAX_IDS = 1 << 22
-"""Ids that are kept, over all conversations; beyond that, those go that have not been used for longest."""
+"""Number of ids to keep, over all conversations; beyond that, the conversations unused for longest are dropped."""
 
 _lock = threading.Lock()
 _conversations: OrderedDict[bytes, tuple[Conversation, int]] = OrderedDict()
@@ -30,7 +30,7 @@ def remember(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], conversatio
         conversation: The conversation.
     """
     global _num_ids
-    # Short ones count as 64 ids, so that they do not pile up without end.
+    # Short ones count as 64 ids, to limit their number.
     key, size = _key(tokenizer, ids), max(64, len(ids))
     with _lock:
         _num_ids += size - _conversations.pop(key, (None, 0))[1]
@@ -40,7 +40,7 @@ def remember(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], conversatio
 
 
 def recall(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Conversation | None:
-    """The conversation that these ids render, if it is kept.
+    """Return the conversation that renders to these ids, if it is kept.
 
     Args:
         tokenizer: The primary's tokenizer.
@@ -55,6 +55,6 @@ def recall(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Conversati
 
 
 def _key(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bytes:
-    # With their tokens, since the same ids of another vocabulary are another text.
+    # With their tokens, because the same ids of another vocabulary are another text.
     tokens = tokenizer.convert_ids_to_tokens(list(ids))
     return hashlib.blake2b(repr((list(ids), tokens)).encode("utf-8", "replace"), digest_size=16).digest()

@@ -18,7 +18,7 @@ PLAIN_TEMPLATE = (
     "{% for call in message['tool_calls'] or [] %}{{ call | tojson }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\n\\nAssistant:\\n' }}{% endif %}"
 )
-"""What a member without a template reads: its BOS, the system turn as it is, then turns headed by their role."""
+"""The template for members without one: BOS, the system turn unchanged, then turns headed by their roles."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +29,9 @@ class ChatRenderer:
         tokenizer: The member's tokenizer; only read.
         encoder: Encodes what the template rendered.
         name: The member's name, for errors.
-        chat_template: A template in place of the tokenizer's own.
-        system_prompt: A system turn in place of the conversation's; empty for none.
-        writable: Replaces what the member cannot write.
+        chat_template: A template to use instead of the tokenizer's own.
+        system_prompt: A system turn to use instead of the conversation's; empty for none.
+        writable: Replaces text that the member cannot write.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class ChatRenderer:
     writable: Callable[[str], str] | None = None
 
     def text(self, conversation: Conversation) -> str:
-        """Render to text, in which nothing tells control tokens from content that spells them.
+        """Render to text, which does not distinguish control tokens from content that spells them.
 
         Raises:
             ConfigurationError: If the template refuses the conversation.
@@ -50,7 +50,7 @@ class ChatRenderer:
         return self._render(conversation.with_system_prompt(self.system_prompt))
 
     def ids(self, conversation: Conversation) -> list[int]:
-        """Render to ids: the template's control tokens are real, and what content spells is text.
+        """Render to ids: the template's control tokens are real, and content stays text.
 
         Raises:
             ConfigurationError: If the template refuses the conversation.
@@ -63,14 +63,14 @@ class ChatRenderer:
         text = self._render(marked)
         all_marked = conversation.with_strings(lambda text: self.encoder.mark_all(text, sign))
         if all_marked != marked:
-            # If these differ, the template made a control token of pieces that are none.
+            # If these differ, the template joined several pieces of content into a control token.
             cautious = self._render(all_marked)
             if self.encoder.controls(cautious, sign) != self.encoder.controls(text, sign):
                 text = cautious
         return self.encoder.encode(text, sign)
 
     def _render(self, conversation: Conversation) -> str:
-        """Render as given, else with parts joined, else with system turns folded: the first that the template takes."""
+        """Render unchanged, with parts joined, or with system turns folded: the first that the template accepts."""
         template, more = self.chat_template, {}
         if template is None and self.tokenizer.chat_template is None:
             template, more = PLAIN_TEMPLATE, {"text_start": self.encoder.start}
@@ -91,7 +91,7 @@ class ChatRenderer:
 
 
 def _shows_parts(text: str, content: Any) -> bool:
-    """Whether a rendering has the texts of a turn's parts, and not the list as Python writes it."""
+    """Whether a rendering shows the texts of a turn's parts, rather than the Python list."""
     if not isinstance(content, list):
         return True
     return str(content) not in text and all(part["text"].strip() in text for part in content)
@@ -100,7 +100,7 @@ def _shows_parts(text: str, content: Any) -> bool:
 def _unused_sign(conversation: Conversation) -> str:
     texts: dict[str, str] = {}
     conversation.with_strings(lambda text: texts.setdefault(text, text))
-    # Noncharacters, kept for a process's own use: no text has them.
+    # Noncharacters, reserved for internal use: no text contains them.
     sign = next((sign for sign in map(chr, range(0xFDD0, 0xFDF0)) if not any(sign in text for text in texts)), None)
     if sign is None:
         raise ConfigurationError("a conversation must not contain every noncharacter from U+FDD0 to U+FDEF.")

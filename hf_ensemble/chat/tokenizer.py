@@ -20,14 +20,14 @@ _SETTINGS = "ensemble_chat"
 """Key in `tokenizer_config.json` under which an ensemble's settings of its primary are saved."""
 
 _encoders: WeakKeyDictionary[Any, tuple[Any, RenderedEncoder]] = WeakKeyDictionary()
-"""Of each tokenizer its number of tokens and control tokens, and the encoder that was made for these.
+"""For each tokenizer its number of tokens, its control tokens, and the encoder made for these.
 
-Beside the tokenizers, since what is kept on one would be copied and saved with it.
+Kept apart from the tokenizers, because attributes of a tokenizer are copied and saved with it.
 """
 
 
 class _RemembersConversations:
-    """What an ensemble's tokenizer does beyond the primary's own."""
+    """What an ensemble's tokenizer does in addition to the primary's own."""
 
     def apply_chat_template(
         self: Any,
@@ -50,18 +50,18 @@ class _RemembersConversations:
     ) -> Any:
         """Render a conversation, or a batch of them, in the primary's template, and keep it for the other members.
 
-        Arguments and result are those of `transformers`. Control tokens that content spells are always encoded as text.
+        Arguments and result are those of `transformers`. Content that spells control tokens is always encoded as text.
 
         Raises:
-            ConfigurationError: If the template refuses the conversation, or it holds something else than text.
+            ConfigurationError: If the template refuses the conversation, or it contains anything but text.
         """
-        # Content is text here in any case.
+        # Content is always text here.
         template_kwargs.pop("sanitize_control_tokens", None)
         options = template_kwargs | {"tools": tools, "documents": documents}
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         shape = {"padding": padding, "max_length": max_length, "return_tensors": return_tensors}
         if return_assistant_tokens_mask:
-            # For training; there is nothing to remember.
+            # For training, so there is nothing to remember.
             own = {"chat_template": chat_template, "tokenize": tokenize, "truncation": truncation}
             own |= {"return_dict": return_dict, "return_assistant_tokens_mask": True}
             own |= {"tokenizer_kwargs": tokenizer_kwargs} | shape | options
@@ -71,7 +71,7 @@ class _RemembersConversations:
         texts = [] if tokenize else [renderer.text(item) for item in conversations]
         rows = []
         for item in conversations:
-            # A text that spells no control token of its own is tokenized to these, too.
+            # Tokenizing the rendered text gives these ids too, if its content spells no control token.
             ids = renderer.ids(item)
             rows.append(self._truncated(ids, truncation, max_length) if tokenize else ids)
             if len(rows[-1]) == len(ids):
@@ -111,12 +111,12 @@ class _RemembersConversations:
         values: dict[str, Any] = {"input_ids": rows}
         if "token_type_ids" in self.model_input_names:
             values["token_type_ids"] = [[0] * len(row) for row in rows]
-        # It would advise to tokenize text instead.
+        # The warning would advise to tokenize text instead.
         self.deprecation_warnings = {**self.deprecation_warnings, "Asking-to-pad-a-fast-tokenizer": True}
         return self.pad(values, verbose=False, **shape, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class may have been made for the primary's, so it is made again where it is needed.
+        # The class may have been created for the primary's class, so it is created again on loading.
         reduced: Any = super().__reduce_ex__(protocol)
         base = next(c for c in type(self).__mro__ if not issubclass(c, _RemembersConversations))
         return (_new, (base,), *reduced[2:])
@@ -144,7 +144,7 @@ def ensemble_tokenizer(
     chat_template: str | None = None,
     system_prompt: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """A copy of the primary's tokenizer that pads on the left and remembers the conversations that it renders.
+    """Return a copy of the primary's tokenizer that pads on the left and remembers the conversations it renders.
 
     It encodes without dropout.
 
@@ -152,8 +152,8 @@ def ensemble_tokenizer(
         tokenizer: The primary's tokenizer; not changed.
         control: Ids of its control tokens.
         name: The primary's name, for errors.
-        chat_template: A template in place of the tokenizer's own.
-        system_prompt: A system turn in place of every conversation's; empty for none.
+        chat_template: A template to use instead of the tokenizer's own.
+        system_prompt: A system turn to use instead of every conversation's; empty for none.
     """
     twin: Any = copy.copy(tokenizer)
     if not isinstance(twin, _RemembersConversations):

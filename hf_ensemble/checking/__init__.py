@@ -1,1 +1,1 @@
-"""Checking the members of an ensemble: what is wrong with them, why that matters, and what to do."""
+"""Checks for faults of an ensemble's members: what is wrong, why it matters, and what to do."""

@@ -1,4 +1,4 @@
-"""What a check found, and the report of all that was looked at."""
+"""What a check found, and the report."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from ..tables import aligned, shown_size
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or will go wrong, with a member.
+    """A fault of a member, or one that will show later.
 
     Attributes:
         member: The member's name.
-        check: What was looked at, in one word or two: `"EOS"`.
+        check: The check's name, one or two words: `"EOS"`.
         what: What was found, with the values.
         why: Why it matters.
         remedy: What to do.
@@ -36,11 +36,11 @@ class MemberReport:
 
     Attributes:
         name: Its name.
-        runs: What it is, and on which device in which dtype.
+        runs: Its kind, device and dtype.
         steps: How its steps follow the text: the cache mode (see `LocalMember.cache_mode`), captured or not.
         weight_bytes: Bytes of its weights in this process; None for a member elsewhere.
-        cache_bytes: Bytes of cache that a row of 1,000 tokens takes; None where that is not known.
-        reads: What of a conversation its chat template reads: of system turns, tools, tool calls.
+        cache_bytes: Bytes of cache for a row of 1,000 tokens; None if unknown.
+        reads: The parts of a conversation that its chat template reads: system turns, tools, tool calls.
     """
 
     name: str
@@ -53,18 +53,18 @@ class MemberReport:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a check of an ensemble found; `str()` gives it as text.
+    """The findings of a check of an ensemble; `str()` returns them as text.
 
     Attributes:
-        findings: What is wrong; empty if nothing is.
-        members: How each member runs here, the primary first.
+        findings: The faults; empty if there are none.
+        members: How each member runs, the primary first.
     """
 
     findings: tuple[Finding, ...]
     members: tuple[MemberReport, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as dictionaries and lists."""
+        """Return everything as dictionaries and lists."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Checks of a member's model: whether it computes what it should, how far it reads, and how fast it can follow a text."""
+"""Checks of a member's model: whether it computes correctly, how much it reads, and how fast it can follow a text."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,14 +13,14 @@ from .findings import Finding
 
 _TEXT = "The committee met on Monday and agreed that the old bridge should be mended before the winter. "
 _LONG = 1024
-"""Ids of the text on which a model is tried."""
+"""Number of ids of the test text."""
 
 _FAST = (*CAPTURED_MODES, "repack", "aligned")
 """Cache modes in which all rows run together."""
 
 
 def check_model(member: Member) -> Iterator[Finding]:
-    """Look at a member's model, which runs once on a long text."""
+    """Check a member's model, which runs once on a long text."""
     name, model = member.name, member.model
     if model is not None and model.training:
         yield Finding(
@@ -31,7 +31,7 @@ def check_model(member: Member) -> Iterator[Finding]:
             "Call the model's `eval()`.",
         )
     if Offer.ROWS not in member.offers:
-        return  # a server was tried when the ensemble was made
+        return  # a server was checked when the ensemble was created
     context = member.read(RowPrompt(_TEXT.encode()), "append")
     context.write(_TEXT.encode() * 99)
     ids = context.ids[: int(min(member.max_length, _LONG))]
@@ -73,7 +73,7 @@ def _check_steps(member: LocalMember) -> Iterator[Finding]:
 
 
 def check_together(members: Sequence[Member]) -> Iterator[Finding]:
-    """Look at what members are to one another."""
+    """Compare the members with each other."""
     lengths = [member.context_length for member in members]
     for member in members:
         others = [length for length, other in zip(lengths, members, strict=True) if other is not member and length]
@@ -98,14 +98,14 @@ def check_together(members: Sequence[Member]) -> Iterator[Finding]:
 
 
 def weight_bytes(member: Member) -> int | None:
-    """Bytes of a member's weights in this process; None where they are elsewhere."""
+    """Bytes of a member's weights in this process; None if they are elsewhere."""
     if member.model is None:
         return None
     return sum(tensor.nbytes for tensor in tensors_of([member.model]))
 
 
 def cache_bytes(member: Member, num_tokens: int) -> int | None:
-    """Bytes that a row's keys and values take at most; None where the configuration does not say."""
+    """Largest number of bytes of a row's keys and values; None if the configuration does not say."""
     config = member.config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", None)
     layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)

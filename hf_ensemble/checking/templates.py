@@ -1,4 +1,4 @@
-"""Checks of a member's chat template: what of a conversation it reads, and whether its turns end."""
+"""Checks of a member's chat template: which parts of a conversation it reads, and whether its turns end."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,14 +9,14 @@ from ..members.member import Member
 from .findings import Finding
 
 _SYSTEM, _TOOL, _CALL = "qwertysystem", "qwertytool", "qwertycall"
-"""Words that a rendering shows where the template reads the part that they stand in."""
+"""Words that appear in a rendering if the template reads the part that contains them."""
 
 _TOOLS = [{"type": "function", "function": {"name": _TOOL, "description": _TOOL, "parameters": {"type": "object"}}}]
 _CALLS = [{"type": "function", "function": {"name": _CALL, "arguments": {}}}]
 
 
 def read_by_template(member: Member) -> tuple[str, ...]:
-    """What of a conversation the member's template shows beside users' and assistants' turns; empty without a template."""
+    """What the member's template shows besides user and assistant turns; empty without a template."""
     if not _has_template(member):
         return ()
     user = {"role": "user", "content": "hello"}
@@ -34,7 +34,7 @@ def read_by_template(member: Member) -> tuple[str, ...]:
 
 
 def check_template(member: Member) -> Iterator[Finding]:
-    """Look at a member's chat template, if it has one."""
+    """Check a member's chat template, if it has one."""
     if not _has_template(member):
         return
     if "system turns" not in read_by_template(member):

@@ -17,7 +17,7 @@ _READ_BADLY = (
 
 
 def check_tokenizer(member: Member) -> Iterator[Finding]:
-    """Look at a member's tokenizer."""
+    """Check a member's tokenizer."""
     yield from _check_reading(member)
     yield from _check_ids(member)
     yield from _check_ends(member)

@@ -1,1 +1,1 @@
-"""Which members, which weights, which options."""
+"""Choosing members, weights and options."""

@@ -1,4 +1,4 @@
-"""Mixing weights from what is known of the members: scores on a development set, or how they read the prompt."""
+"""Mixing weights from scores on a development set, or from how well the members predict the prompt."""
 
 import math
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from ..scoring.pairs import Pair, num_bytes_after
 
 
 def weights_from_scores(scores: Sequence[float], chance: float = 0.0) -> list[float]:
-    """Give every member a weight in proportion to how far its development score lies above chance.
+    """Give every member a weight proportional to its development score minus the score of chance.
 
     A member at or below chance gets weight 0 and so does not run.
 
     Args:
-        scores: One score a member, on any one scale, the higher the better.
-        chance: What guessing scores on that scale: 0 for free text, 1/K (or 100/K) for K choices.
+        scores: One score per member, all on the same scale; higher is better.
+        chance: The score of guessing on that scale: 0 for free text, 1/K (or 100/K) for K choices.
 
     Returns:
-        Weights of sum 1, one a member.
+        Weights that sum to 1, one per member.
 
     Raises:
         ConfigurationError: If there is no score, one is not finite, or none is above chance.
@@ -67,29 +67,29 @@ def packllm_weights(
     token_type_ids: Any = None,
     member_prompts: Sequence[Any] | None = None,
 ) -> Tensor:
-    """Weigh members by how well each predicts the prompt, once a prompt and row.
+    """Weight members by how well each predicts the prompt, once per row.
 
-    `softmax(-loss * b / temperature)` over the members: `loss` is a member's mean loss in nats per byte, over the bytes
-    of the prompt that it predicts from what is before them, so that members that cut text finer are neither favoured
-    nor punished; `b` is the prompt's number of bytes per token of the primary, which makes it a loss per token again.
-    Ids that write nothing (BOS, control tokens of a template) are read but not counted. Each member reads the prompt
-    once, as it does in `generate` with re-encoded contexts; every member runs, whatever the ensemble's weights.
+    `softmax(-loss * b / temperature)` over the members: `loss` is a member's mean loss in nats per byte, over the
+    bytes of the prompt that it can predict, so that cutting text into finer pieces is no advantage; `b` is the
+    prompt's number of bytes per token of the primary, which turns it back into a loss per token. Ids that write
+    nothing (BOS, control tokens of a template) are read but not counted. Every member reads the prompt once, as in
+    `generate` with re-encoded contexts, whatever the ensemble's weights.
 
     Args:
         ensemble: The ensemble.
         input_ids: The primary's ids of the prompts, of shape `(batch_size, length)`.
         attention_mask: 1 for ids of the prompt and 0 for padding, of the same shape.
-        temperature: τ; the higher, the more alike the weights.
+        temperature: τ; higher values give more equal weights.
         token_type_ids: Not read; accepted so that a tokenizer's whole output can be passed on.
-        member_prompts: Prompts of members' own, as in `generate`.
+        member_prompts: Prompts for single members, as in `generate`.
 
     Returns:
-        Weights of shape `(batch_size, num_members)`, each row of sum 1, in float32 on the device of `input_ids`.
+        Weights of shape `(batch_size, num_members)`, each row summing to 1, in float32 on the device of `input_ids`.
 
     Raises:
-        ConfigurationError: If `temperature` is not positive, or a member has nothing to predict in a prompt: it is one
-            token of it, without a BOS.
-        MemberError: If a member fails or gives NaN, or none gives a prompt any probability.
+        ConfigurationError: If `temperature` is not positive, or a member has nothing to predict in a prompt, because
+            it reads it as one token without a BOS.
+        MemberError: If a member fails or returns NaN, or no member gives a prompt any probability.
 
     Reference:
         Mavromatis et al., "Pack of LLMs: Model Fusion at Test-Time via Perplexity Optimization"
@@ -120,7 +120,7 @@ def packllm_weights(
 
 
 def _losses_per_byte(member: Member, rows: Sequence[list[int]]) -> Tensor:
-    """A member's mean loss in nats per byte of what each row writes after its first id, of shape `(num_rows,)`."""
+    """A member's mean loss in nats per byte, for the bytes of each row after its first id, of shape `(num_rows,)`."""
     token_bytes = member.encoder.token_bytes
     pairs = [Pair(row[:1], row[1:], num_bytes_after(member, row[:1], row[1:])) for row in rows]
     for n, pair in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""Choosing members before they are put together: determine, then ensemble."""
+"""Choosing members before building an ensemble: determine, then ensemble."""
 
 import dataclasses
 import math
@@ -16,10 +16,10 @@ from ..tables import aligned
 
 @dataclass(frozen=True)
 class CandidateReport:
-    """Why one candidate was taken or left.
+    """Why one candidate was taken or left out.
 
     Attributes:
-        index: Its place among the candidates as they were given.
+        index: Its position among the candidates in the order you gave.
         name: Its name.
         score: Its score, in points.
         gap: Points below the best score.
@@ -27,7 +27,7 @@ class CandidateReport:
         length_ratio: Its mean length and the best candidate's, the longer over the shorter; None like `mean_length`.
         is_taken: Whether it is a member.
         reason: Why.
-        responses: Its responses, where there are any.
+        responses: Its responses, if there are any.
     """
 
     index: int
@@ -53,17 +53,17 @@ class Selection:
 
     @property
     def indices(self) -> list[int]:
-        """Places of the chosen among the candidates, the primary first."""
+        """Positions of the chosen members among the candidates, the primary first."""
         return [row.index for row in self.table if row.is_taken]
 
     @property
     def names(self) -> list[str]:
-        """Names of the chosen, the primary first."""
+        """Names of the chosen members, the primary first."""
         return [row.name for row in self.table if row.is_taken]
 
     @property
     def scores(self) -> list[float]:
-        """Scores of the chosen, the primary first."""
+        """Scores of the chosen members, the primary first."""
         return [row.score for row in self.table if row.is_taken]
 
     def __str__(self) -> str:
@@ -90,37 +90,37 @@ def select_members(
     batch_size: int = 8,
     **generate_options: Any,
 ) -> Selection:
-    """Choose the members of an ensemble: the best, and those that are nearly as good and answer at similar length.
+    """Choose the members of an ensemble: the best one, and those that are nearly as good and answer at similar length.
 
-    The best score comes first. Then, in order of their scores, those follow that lie within `max_gap` points of it and
-    whose mean response length is within a factor `max_length_ratio` of its (both limits inclusive), until there are
-    `max_members`. Equal scores keep the order in which they were given.
+    The best candidate comes first. The others follow in order of their scores, if their score is within `max_gap`
+    points of the best and their mean response length within a factor `max_length_ratio` of its (both limits
+    inclusive), up to `max_members`. Equal scores keep your order.
 
-    Scores are given, or measured: every member of an ensemble then answers a small development set by itself, greedily
-    unless `generate_options` say other.
+    Either pass scores, or let them be measured: then every member of an ensemble answers a small development set by
+    itself, greedily unless `generate_options` say otherwise.
 
     Args:
-        candidates: An ensemble of all candidates, or, where scores are given, their names.
+        candidates: An ensemble of all candidates, or, with `scores`, their names.
         examples: A development set to run: dictionaries with `prompt` and `reference`, or pairs of them.
-        metric: A function of a response and a reference that gives a number from 0 to 1, or `"exact_match"` or
+        metric: A function of a response and a reference that returns a number from 0 to 1, or `"exact_match"` or
             `"contains"` (the reference is then a text or a list of texts). A score is 100 times its mean.
-        scores: One score a candidate, in points (percent).
-        mean_lengths: One mean response length a candidate, in any unit.
-        responses: For each candidate its responses, from which the mean lengths in characters are taken. With neither,
-            lengths are not compared, and the reasons say so.
-        max_members: Most members. Default: no limit.
-        max_gap: Most points below the best.
-        max_length_ratio: Most times that one mean length is the other.
-        max_new_tokens: Most ids of a response, where members are run.
+        scores: One score per candidate, in points (percent).
+        mean_lengths: One mean response length per candidate, in any unit.
+        responses: For each candidate its responses, to compute mean lengths in characters. Without lengths or
+            responses, lengths are not compared, and the reasons say so.
+        max_members: Largest number of members. Default: no limit.
+        max_gap: Largest number of points below the best.
+        max_length_ratio: Largest ratio between the two mean lengths.
+        max_new_tokens: Largest number of ids of a response, if members run.
         batch_size: Number of prompts that run together.
         **generate_options: Other options of the members' `generate`.
 
     Returns:
-        The choice, and a table that says why each candidate was taken or left.
+        The choice, and a table that says why each candidate was taken or left out.
 
     Raises:
         ConfigurationError: If the figures do not match, a limit is out of range, the development set is empty, or the
-            metric gives no number from 0 to 1.
+            metric returns anything but a number from 0 to 1.
 
     Reference:
         Yao et al., "Determine-Then-Ensemble: Necessity of Top-k Union for Large Language Model Ensembling"
@@ -178,13 +178,13 @@ def ensemble_of(
     method: str | MethodConfig = "unite",
     weights: Sequence[float] | None = None,
 ) -> EnsembleForCausalLM:
-    """Make an ensemble of some members of another one, which share their models and tokenizers.
+    """Build an ensemble of some members of another one, with which it shares their models and tokenizers.
 
     Args:
-        candidates: The ensemble whose members they are; not changed.
-        indices: Their places in it, the primary first.
+        candidates: The ensemble of all candidates; not changed.
+        indices: Positions of the members in it, the primary first.
         method: The method.
-        weights: Mixing weights, one a member that is taken.
+        weights: Mixing weights, one per chosen member.
     """
     every: Any = (candidates.members, candidates.tokenizers, candidates.config.members)
     models, tokenizers, configs = ([values[i] for i in indices] for values in every)
@@ -194,7 +194,7 @@ def ensemble_of(
 def _judge(
     row: CandidateReport, taken: Sequence[CandidateReport], max_members: int | None, max_gap: float, max_ratio: float
 ) -> tuple[bool, str]:
-    """Whether a candidate is taken beside those that are taken already, and why."""
+    """Whether to take a candidate in addition to those already taken, and why."""
     if not taken:
         return True, "the best score"
     best, ratio = taken[0], row.length_ratio
@@ -224,7 +224,7 @@ def _names_of(candidates: Any) -> list[str]:
 def _lengths(
     given: Sequence[float] | None, responses: Sequence[Sequence[str]] | None, count: int
 ) -> Sequence[float | None]:
-    """The candidates' mean lengths, as given or of their responses."""
+    """The candidates' mean lengths, given or computed from their responses."""
     if given is None:
         return mean_lengths_of(responses, count, "candidate")
     if responses is not None:
@@ -268,7 +268,7 @@ def _figures(name: str, values: Sequence[float], count: int) -> list[float]:
 
 
 def _length_ratio(a: float | None, b: float | None) -> float | None:
-    """The longer over the shorter."""
+    """The longer length divided by the shorter."""
     if a is None or b is None:
         return None
     short, long = sorted((a, b))

@@ -30,10 +30,10 @@ class TuningPoint:
 
     Attributes:
         method: The method's configuration.
-        weights: The mixing weights, of sum 1 where the method scales them.
+        weights: The mixing weights, which sum to 1 if the method scales them.
         score: Mean of the metric.
         seconds: How long it ran.
-        responses: What the ensemble wrote, one response an example.
+        responses: The ensemble's responses, one per example.
     """
 
     method: MethodConfig
@@ -49,7 +49,7 @@ class TuningResult:
 
     Attributes:
         table: The points, in the order of the grid.
-        names: What the grid varies.
+        names: The options that the grid varies.
     """
 
     table: tuple[TuningPoint, ...]
@@ -57,7 +57,7 @@ class TuningResult:
 
     @property
     def best(self) -> TuningPoint:
-        """The point of the highest score; of equals, the first of the grid."""
+        """The point with the highest score; of equal points, the first in the grid."""
         return max(self.table, key=lambda point: point.score)
 
     def __str__(self) -> str:
@@ -87,25 +87,25 @@ def tune_method(
 ) -> TuningResult:
     """Run an ensemble over a development set with every combination of a method's options, and keep the best.
 
-    Decodes greedily unless `generate_options` say other. The ensemble is not changed: use the result as
+    Decodes greedily unless `generate_options` say otherwise. The ensemble is not changed: use the result as
     `ensemble.generate(..., method=result.best.method, weights=result.best.weights)`.
 
-    With a `state_file`, every finished point is one JSON line in it, and a search that was stopped goes on where it
-    was. A line holds the responses, not the score: a metric or references may change, and a grid may grow, without
-    anything running again. It is keyed by the members (their configurations, tokenizers and a sample of their
-    weights), the prompts, the options of `generate` and the ensemble's generation config.
+    With a `state_file`, every finished point becomes a JSON line in it, and a search that was stopped continues where
+    it was. A line holds the responses, not the score, so you can change the metric or the references, or extend the
+    grid, without running anything again. The file is keyed by the members (their configurations, tokenizers and a
+    sample of their weights), the prompts, the options of `generate` and the ensemble's generation config.
 
     Args:
         ensemble: The ensemble.
         examples: The development set: dictionaries with `prompt` and `reference`, or pairs of them.
-        metric: A function of a response and a reference that gives a number, the higher the better; or
-            `"exact_match"` or `"contains"` (the reference is then a text or a list of texts).
-        grid: For each option of the method the values to try, and with the key `weights` mixing weights (lists of one
-            weight a member). All combinations run, the last option varying fastest.
-        max_new_tokens: Most ids of a response.
+        metric: A function of a response and a reference that returns a number, higher is better; or `"exact_match"` or
+            `"contains"` (the reference is then a text or a list of texts).
+        grid: For each option of the method, the values to try; the key `weights` takes mixing weights (lists of one
+            weight per member). All combinations run; the last option varies fastest.
+        max_new_tokens: Largest number of ids of a response.
         method: The method, with the options that the grid does not vary. Default: the ensemble's.
-        weights: Mixing weights where the grid has none. Default: the ensemble's.
-        state_file: Where finished points are kept. Default: nowhere.
+        weights: Mixing weights, if the grid has none. Default: the ensemble's.
+        state_file: File for finished points. Default: none.
         batch_size: Number of prompts that run together.
         **generate_options: Other options of `generate`.
 
@@ -113,8 +113,8 @@ def tune_method(
         The best point and the whole table.
 
     Raises:
-        ConfigurationError: Before anything runs, if the grid, a value in it or the development set is no good, or
-            `state_file` is of another search. Later, if the metric gives no finite number.
+        ConfigurationError: Before anything runs, if the grid, a value in it or the development set is invalid, or
+            `state_file` belongs to another search. Later, if the metric does not return a finite number.
     """
     dev_set = DevSet(examples, metric)
     prompts = dev_set.prompts

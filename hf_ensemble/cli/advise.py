@@ -13,10 +13,10 @@ from .parsers import UsageError
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the advice, then the page, and the ensemble that is advised.
+    """Write the advice, then the page and the advised ensemble.
 
     Raises:
-        UsageError: If arguments do not go together, or the folder to save to exists.
+        UsageError: If arguments contradict each other, or the folder to save to exists.
     """
     if args.save is not None:
         arguments.check_free(args.save)

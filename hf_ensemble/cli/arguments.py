@@ -1,4 +1,4 @@
-"""What arguments of several commands ask for: an ensemble, its method, prompts, options of `generate`, an output."""
+"""What the arguments of several commands mean: an ensemble, its method, prompts, options of `generate`, an output."""
 
 import argparse
 import contextlib
@@ -25,10 +25,10 @@ def load_ensemble(args: argparse.Namespace, places: Sequence[int] | None = None)
 
     Args:
         args: The arguments.
-        places: Places of the members among `--members`, where not all are wanted or in another order.
+        places: Positions of the members in `--members`, if not all are wanted, or in another order.
 
     Raises:
-        UsageError: If a list does not have one value a member.
+        UsageError: If a list does not have one value per member.
         ConfigurationError: If a member cannot be loaded.
     """
     places = range(len(args.members)) if places is None else places
@@ -58,10 +58,10 @@ def _per_member(name: str, args: argparse.Namespace, places: Sequence[int]) -> A
 
 
 def read_method(args: argparse.Namespace) -> MethodConfig | None:
-    """The method with its options; None if the arguments name none.
+    """Return the method with its options; None if the arguments do not name one.
 
     Raises:
-        UsageError: If there is no such method or option, or a value is none of its type.
+        UsageError: If there is no such method or option, or a value has the wrong type.
     """
     name, pairs = getattr(args, "method", None), getattr(args, "option", [])
     if name is None:
@@ -105,10 +105,10 @@ def read_configuration(text: str) -> Configuration:
 
 
 def check_free(folder: str) -> None:
-    """Check that an ensemble can be saved to a folder, before the work that gives what is to be saved.
+    """Check that an ensemble can be saved to a folder, before the work for it starts.
 
     Raises:
-        UsageError: If it exists, or cannot be made.
+        UsageError: If it exists, or cannot be created.
     """
     path = Path(folder)
     if path.exists():
@@ -119,7 +119,7 @@ def check_free(folder: str) -> None:
 
 
 def _read_value(argument: str, text: str, hint: Any) -> Any:
-    """The value of one option, in the type that it is declared with."""
+    """The value of one option, in its declared type."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if text == "none" and NoneType in kinds:
         return None
@@ -163,7 +163,7 @@ def _pairs(argument: str, pairs: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts that the arguments, a file or stdin give.
+    """Return the prompts from the arguments, a file or stdin.
 
     Raises:
         UsageError: If there is none, one is empty, or there are two sources.
@@ -182,7 +182,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def generate_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of `generate`, `max_new_tokens` among them; decoding is greedy unless they, or the method, say other.
+    """Return the options of `generate`, including `max_new_tokens`; greedy unless they or the method say otherwise.
 
     Raises:
         UsageError: If a value cannot be used.
@@ -204,7 +204,7 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_json(text: str) -> Any:
-    """A JSON value; what is none is a text."""
+    """A JSON value, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -213,7 +213,7 @@ def _read_json(text: str) -> Any:
 
 @contextlib.contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Draw with a seed, and leave the random state of the process as it was."""
+    """Set a seed, and restore the random state of the process afterwards."""
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
@@ -222,7 +222,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def output(args: argparse.Namespace) -> Iterator[Callable[[Any, object], None]]:
-    """What writes results, each as a line of JSON or as text: to stdout, or to a file that is whole or not there."""
+    """Give a function that writes results as JSON lines or as text: to stdout, or to a file once it is complete."""
     with contextlib.ExitStack() as stack:
         stream = sys.stdout
         if args.output is not None:

@@ -54,7 +54,7 @@ class _Chat:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def say(self, text: str) -> None:
-        """Answer a message. An interrupted answer counts as far as it was shown; without one, nothing was said."""
+        """Answer a message. An interrupted answer counts as far as it was shown."""
         messages = [*self.messages, {"role": "user", "content": text}]
         printer = _Printer(self.ensemble.tokenizer, skip_prompt=True, skip_special_tokens=True)
         with contextlib.suppress(KeyboardInterrupt):
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read_line(is_terminal: bool) -> str:
-    """The next line; the end of the input is an exit, and Ctrl-C in a terminal an empty line."""
+    """The next line; the end of the input counts as `/exit`, and Ctrl-C in a terminal as an empty line."""
     try:
         return input("> " if is_terminal else "").strip()
     except EOFError:

@@ -1,4 +1,4 @@
-"""The command line as a whole: what runs a command, and what becomes of errors, warnings and interruptions."""
+"""The command line as a whole: runs a command, and handles errors, warnings and interruptions."""
 
 import os
 import sys
@@ -16,22 +16,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: The arguments. Default: those of the process.
+        argv: The arguments. Default: the arguments of the process.
 
     Returns:
-        The exit code: 0, 1 if something failed or a check found something, 2 if the arguments make no sense, 130 after Ctrl-C.
+        The exit code: 0, 1 if something failed or a check found something, 2 for invalid arguments, 130 after Ctrl-C.
     """
     args = build_parser().parse_args(argv)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            # Only now, so that help and mistakes need no torch.
+            # Imported only now, so that help and usage errors do not need torch.
             code: int | None = import_module(f".{args.command}", __package__).run(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read the output has gone; without this the interpreter complains when it closes the stream.
+        # The reader of the output has gone; without this, the interpreter complains when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:

@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> None:
     ensemble = arguments.load_ensemble(args)
     writers = [(member.name, ensemble.alone(index)) for index, member in enumerate(ensemble.member_views)]
     writers.append((f"ensemble, {ensemble.config.method.name}", ensemble))
-    # What is made at the first call is not the time of a token.
+    # The first call builds maps, whose time is not part of a token's.
     for name, writer in writers:
         _go_on(name, writer, prompts[0], {**options, "max_new_tokens": 1})
     with arguments.output(args) as write:
@@ -32,7 +32,7 @@ def _block(text: dict[str, Any]) -> str:
 
 
 def _go_on(name: str, ensemble: EnsembleForCausalLM, prompt: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The new text, the number of its ids in the tokenizer that wrote it, and its seconds, reading included."""
+    """The new text, the number of its ids in the tokenizer that wrote it, and its seconds, including the prompt."""
     tokenizer: Any = ensemble.tokenizer
     inputs = tokenizer(prompt, return_tensors="pt").to(ensemble.member_views[0].device)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`hf-ensemble doctor`: what is wrong with members."""
+"""`hf-ensemble doctor`: the faults of members."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""`hf-ensemble eval`: what an ensemble and its members write, and how likely they find what is right."""
+"""`hf-ensemble eval`: measures what an ensemble and its members write, and how likely they find the right texts."""
 
 import argparse
 
@@ -13,7 +13,7 @@ from .parsers import UsageError
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the table, and write what was asked for.
+    """Print the table, and write the requested files.
 
     Raises:
         EnsembleError: If the time limit came before the end.
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     options = {name: getattr(args, name) for name in ("max_new_tokens", "batch_size", "state_file", "time_limit")}
     ensemble = arguments.load_ensemble(args)
     own = ensemble.config.method
-    # Not two rows of one name: then the ensemble's own says all of itself.
+    # Two rows must not have the same name, so the ensemble's own gets a full name.
     configurations = {f"{spelled(own)}, as loaded" if own.name in also else own.name: Configuration(), **also}
     result = evaluate(
         ensemble, sets, configurations=configurations, members=not args.no_members, measures=measures, **options

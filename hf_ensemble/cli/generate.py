@@ -1,4 +1,4 @@
-"""`hf-ensemble generate`: go on from prompts."""
+"""`hf-ensemble generate`: continues prompts."""
 
 import argparse
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ def run(args: argparse.Namespace) -> None:
     """Write the texts.
 
     Raises:
-        UsageError: If arguments do not go together.
+        UsageError: If arguments contradict each other.
     """
     if args.system is not None and not args.chat:
         raise UsageError("`--system` needs `--chat`.")

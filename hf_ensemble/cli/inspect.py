@@ -1,4 +1,4 @@
-"""`hf-ensemble inspect`: how well members go together."""
+"""`hf-ensemble inspect`: how well members fit together."""
 
 import argparse
 

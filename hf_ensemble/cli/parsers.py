@@ -1,4 +1,4 @@
-"""What `hf-ensemble` takes: its commands, their arguments and their help. Nothing here imports torch."""
+"""The commands of `hf-ensemble`, their arguments and their help. Nothing here imports torch."""
 
 import argparse
 import inspect
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 
-# Spelled here, since the modules that know them import torch; `tests/cli/test_parsers.py` compares.
+# Repeated here, because their own modules import torch; `tests/cli/test_parsers.py` compares them.
 METRICS = ("exact_match", "contains")
 MEASURES = ("exact_match", "F1", "accuracy", "normalized_accuracy", "bits_per_byte", "chrF", "BLEU")
 DEFAULT_MEASURES = MEASURES[:-2]
@@ -24,17 +24,17 @@ Ctrl-C interrupts an answer.
 
 
 class UsageError(Exception):
-    """Arguments that make no sense."""
+    """Invalid arguments."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one line."""
+        """Report the error in one line."""
         self.exit(2, f"hf-ensemble: error: {message} (see `{self.prog} --help`)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Make the parser of all commands; `command` of what it parses names the module of `cli` that runs it."""
+    """Build the parser of all commands. `command` in its result names the module of `cli` that runs it."""
     parser = _Parser(
         prog="hf-ensemble",
         description="Several language models, with different tokenizers, that decode together as one.",
@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:
-    """Go on from prompts; only the new text goes to stdout.
+    """Continue prompts; only the new text goes to stdout.
 
     Examples:
       hf-ensemble generate "The capital of France is" --members model-a model-b
@@ -91,7 +91,7 @@ def _chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(parser: argparse.ArgumentParser) -> None:
-    """Let each member alone and the ensemble go on from the same prompts, greedily.
+    """Continue the same prompts with each member alone and with the ensemble, greedily.
 
     Examples:
       hf-ensemble compare "The capital of France is" --members model-a model-b
@@ -102,7 +102,7 @@ def _compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    """Show what the members' tokenizers share, and in what the members differ.
+    """Show what the members' tokenizers share, and how the members differ.
 
     Examples:
       hf-ensemble inspect --members model-a model-b
@@ -112,7 +112,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
-    """Look for what is wrong with the members, before it shows in texts; exit code 1 if something is.
+    """Check the members for faults before they show in texts; exit code 1 if there are any.
 
     Examples:
       hf-ensemble doctor --members model-a model-b
@@ -121,7 +121,7 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _select(parser: argparse.ArgumentParser) -> None:
-    """Choose the best candidate and those that come near.
+    """Choose the best candidate and those close to it.
 
     Examples:
       hf-ensemble select --members model-a model-b --scores 80.6 72.7 --save chosen
@@ -205,14 +205,14 @@ def _eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _advise(parser: argparse.ArgumentParser) -> None:
-    """Say whether an ensemble of these members pays, which, and what it costs.
+    """Find out whether an ensemble of these members pays, which one, and what it costs.
 
     Examples:
       hf-ensemble advise --members model-a model-b --data dev.jsonl --max-new-tokens 4
       hf-ensemble advise --members model-a model-b chat-a --data dev.jsonl --minutes 10 --state-folder state \
           --max-new-tokens 4 --page advice.html --save advised
 
-    The file is of the forms that `hf-ensemble eval` takes, with at least 20 examples, better some hundred.
+    The file has the forms that `hf-ensemble eval` takes, with at least 20 examples, better a few hundred.
     """
     add = parser.add_argument_group("what is tried").add_argument
     add(
@@ -349,4 +349,4 @@ _COMMANDS: tuple[tuple[Callable[[argparse.ArgumentParser], None], ...], ...] = (
     (_advise, _add_members, _add_output),
     (_serve, _add_members, _add_method),
 )
-"""The commands, each with what it takes of the arguments that several have."""
+"""The commands, each with the shared arguments that it takes."""

@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> None:
     """Write the choice, and save it if asked.
 
     Raises:
-        UsageError: If arguments do not go together, or the folder to save to exists.
+        UsageError: If arguments contradict each other, or the folder to save to exists.
     """
     if (args.scores is None) == (args.examples is None):
         raise UsageError("give either `--scores`, or `--examples` and a `--metric` to measure them with.")

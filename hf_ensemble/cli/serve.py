@@ -1,4 +1,4 @@
-"""`hf-ensemble serve`: an ensemble behind the API that `openai` clients speak."""
+"""`hf-ensemble serve`: an ensemble behind an API for `openai` clients."""
 
 import argparse
 import dataclasses

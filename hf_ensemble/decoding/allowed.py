@@ -1,4 +1,4 @@
-"""What constraints leave where they leave no proposal, of members that list few ids: these are asked for it afterwards."""
+"""Constraints that allow no proposal, for members that list only a few ids: these members are asked again afterwards."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -16,29 +16,29 @@ from .step import Fused, FusedStep
 def with_allowed(
     rows: LiveRows, step: FusedStep, fused: Fused, proposals: Proposals, scores: Tensor, idle: Collection[int]
 ) -> tuple[Proposals, Tensor]:
-    """Find out how likely the ids are that are left in rows that have no proposal left.
+    """Find the probabilities of the ids that are left, in rows without a proposal left.
 
     Args:
         rows: The rows.
-        step: What has fused them.
-        fused: What it made.
-        proposals: What was proposed, and what is known of the rest.
-        scores: What the processors made of what they were offered, of shape `(batch_size, primary_vocab_size)`.
-        idle: Rows in which nothing is chosen.
+        step: The step that fused them.
+        fused: Its result.
+        proposals: The proposals, and what is known about the rest.
+        scores: The scores after the processors, of shape `(batch_size, primary_vocab_size)`.
+        idle: Rows that choose nothing.
 
     Returns:
         Proposals and scores in which these ids have their own log-probabilities.
 
     Raises:
-        MemberError: If there are too many, or the processors have changed their scores, so that nobody can say what they
-            would have made of the right ones.
+        MemberError: If there are too many, or the processors have changed their scores, so their result for the right
+            scores is unknown.
     """
     is_left = scores > BANNED
     falls_back = proposals.settled(scores)[1][:, 0]
     places = [row for row in rows.live if row not in idle and falls_back[row] and int(is_left[row].sum()) > 1]
     if not places:
         return proposals, scores
-    # All that was added to the log-probabilities is the level of a row.
+    # Only the level of a row was added to the log-probabilities.
     for row in places:
         added = (scores[row] - proposals.whole[row])[is_left[row]]
         if (added - added[0]).abs().max() > 1e-3:

@@ -1,4 +1,4 @@
-"""What one call of `generate` or `score` works with, and what an ensemble keeps from call to call."""
+"""The data of one call of `generate` or `score`, and what an ensemble keeps from call to call."""
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,23 +20,23 @@ from .refusals import Obstacle, refuse
 from .step_weights import StepWeights
 
 _MAX_METHODS = 8
-"""Methods kept ready, each with its index maps on the device; a call with other options or EOS ids makes another."""
+"""Number of methods kept ready, each with its index maps on the device. Other options or EOS ids need another one."""
 
 _MAX_DRAFT_LENGTHS = 64
-"""Kinds of calls of which it is kept how fast their drafts are checked and how many are accepted."""
+"""Number of kinds of calls whose measurements of drafts are kept."""
 
 
 class Kept:
-    """Methods and draft lengths of one set of members. Of a copy all is made anew: it belongs to a device.
+    """Methods and draft lengths of one set of members. A copy starts empty, because they belong to a device.
 
     Args:
         members: The members; the first is the primary.
 
     Attributes:
         union: Their union vocabulary.
-        methods: Those that are ready, by options, EOS ids and device.
-        draft_lengths: What calls have measured, by their kind. A call takes it out, and hands it back when it is through.
-        alone: Members as ensembles of one that calls have needed, by number.
+        methods: Methods that are ready, by options, EOS ids and device.
+        draft_lengths: What calls have measured, by their kind. A call takes it out, and puts it back when it is done.
+        alone: Members as ensembles of one that calls have needed, by index.
         judges: Models that calls have loaded to judge or fuse answers, by what they were loaded from.
     """
 
@@ -52,12 +52,12 @@ class Kept:
         return {**self.__dict__, "methods": {}, "draft_lengths": {}, "alone": {}, "judges": {}}
 
     def method(self, config: MethodConfig, eos_ids: Sequence[int], device: torch.device | None = None) -> TokenMethod:
-        """Give a token-level method, made for these members; others give back memory of what can be made again.
+        """Return a token-level method for these members; the other methods free memory that can be rebuilt.
 
         Args:
             config: The method's options.
             eos_ids: The primary's ids that end a text.
-            device: Where the mixing happens. Default: where the primary is.
+            device: Device of the mixing. Default: the primary's.
         """
         device = device or self.members[0].device
         key = (config, tuple(eos_ids), device)
@@ -80,7 +80,7 @@ class Kept:
 
     @functools.cached_property
     def _at_start(self) -> list[Member] | None:
-        """The members as they are where a text begins; None if all are as anywhere."""
+        """The members with their entries at the beginning of a text; None if no member's entries differ there."""
         found = [member.at_text_start for member in self.members]
         if not any(found):
             return None
@@ -88,7 +88,7 @@ class Kept:
 
     @functools.cached_property
     def _unions(self) -> tuple[UnionVocabulary, UnionVocabulary]:
-        """The union vocabulary anywhere and where a text begins, whose entries have the same numbers."""
+        """The union vocabulary in general and at the beginning of a text; their entries have the same numbers."""
         assert self._at_start is not None
         count = len(self.members)
         starts = [n for n, pair in enumerate(zip(self._at_start, self.members, strict=True)) if pair[0] is not pair[1]]
@@ -106,21 +106,21 @@ class Kept:
 
 @dataclass
 class Call:
-    """What a call works with. Nothing of it stays on the model, so calls at the same time are independent.
+    """The data of a call. Calls leave no state on the model, so concurrent calls are independent.
 
     Attributes:
         kept: What the ensemble keeps from call to call, its members included.
         config: The method's options.
         weights: The step weights.
-        own_prompts: What members read in place of the text of the prompt ids.
-        num_decision_entries: Number of each member's best entries that are recorded at each decision; None where
-            decisions are not recorded.
-        primary_inputs: What was passed in for the primary beside its prompt: a cache, positions and the like, by name.
-        settings: The generation config of `generate`, which the stock loop has prepared once it runs.
-        arguments: Arguments of `generate` that are no generation options, by name.
-        draws: Draws what is sampled.
-        ends: Takes at each step which rows the criteria have ended, of shape `(batch_size,)`; None where nobody asks.
-        seed: Seed of the call, where its mode takes one; None for none.
+        own_prompts: What members read instead of the text of the prompt ids.
+        num_decision_entries: Number of best entries per member to record at each decision; None if decisions are not
+            recorded.
+        primary_inputs: Inputs of the primary besides its prompt: a cache, positions and the like, by name.
+        settings: The generation config of `generate`, prepared by the stock loop once it runs.
+        arguments: Arguments of `generate` that are not generation options, by name.
+        draws: Draws samples.
+        ends: Receives at each step which rows the criteria have ended, of shape `(batch_size,)`; None if unused.
+        seed: Seed of the call, if its mode takes one.
         prompt_length: Number of the primary's ids before the first new one, padding included.
         num_prompts: Number of prompts, each of which may have several rows.
         written: All ids after the last complete step, of shape `(num_rows, length)`; None before the first.
@@ -153,7 +153,7 @@ class Call:
 
     @property
     def needs_stock_passes(self) -> bool:
-        """Whether something is asked for that only the primary's own passes through the decoding loop can give."""
+        """Whether the call asks for something that only the primary's own passes through the decoding loop provide."""
         settings = self.settings
         outputs = settings.output_attentions or settings.output_hidden_states
         return bool(
@@ -167,7 +167,7 @@ class Call:
 
     @property
     def participants(self) -> set[int]:
-        """Numbers of the members that may be needed: those that may have a weight, and the gate member."""
+        """Indices of the members that may be needed: those that may have a weight, and the gate member."""
         gate = self.config.gate_rule
         return self.weights.participants | ({gate[0]} if gate else set())
 
@@ -178,7 +178,7 @@ class Call:
         return gives_rows and self.weights.is_only(0) and self.participants == {0} and not self.config.acts_on_one
 
     def method(self) -> TokenMethod:
-        """What decides token by token, once the generation config is prepared."""
+        """The method that decides token by token, once the generation config is prepared."""
         ends = end_ids(self.settings)
         if self.is_by_primary:
             return PrimaryAlone(self.kept.union, eos_ids_of(self.members, ends), self.members[0].device)
@@ -186,7 +186,7 @@ class Call:
 
 
 def refuse_for_primary_elsewhere(call: Call) -> None:
-    """Refuse what only passes of the stock loop through the primary could give, where it is not in this process.
+    """Refuse what needs the primary in the stock loop, if the primary is not in this process.
 
     Raises:
         ConfigurationError: If something of it is asked for.
@@ -208,10 +208,10 @@ def refuse_for_primary_elsewhere(call: Call) -> None:
 
 
 def take_prompt(call: Call, inputs: Tensor | None, kwargs: dict[str, Any], member_prompts: Any) -> Tensor | None:
-    """Take the prompt out of what `generate` was called with, and what members read in its place into the call.
+    """Take the prompt out of the arguments of `generate`, and put what members read instead into the call.
 
     Args:
-        call: What the call works with; its `own_prompts` are set.
+        call: The call; its `own_prompts` are set.
         inputs: The primary's ids of shape `(batch_size, length)`; None if they are in `kwargs`, or nowhere.
         kwargs: The keyword arguments of `generate`; the ids are taken out, and the mask put in.
         member_prompts: As in `generate`.
@@ -236,7 +236,7 @@ def take_prompt(call: Call, inputs: Tensor | None, kwargs: dict[str, Any], membe
 
 
 def end_ids(settings: Any) -> list[int]:
-    """The ids that end a text by a generation config."""
+    """Return the ids that end a text by a generation config."""
     return ids_in(settings.eos_token_id)
 
 

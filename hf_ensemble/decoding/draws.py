@@ -1,4 +1,4 @@
-"""Who draws what is sampled: torch's generator, or one of its own for every row."""
+"""Sampling from torch's generator, or from one generator per row."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class Draws:
-    """Draws from distributions, by torch's generator of their device or by one for each row.
+    """Draws from distributions, with torch's generator of their device or with one generator per row.
 
-    With a generator of its own a row draws the same whatever rows stand beside it. Every entry waits for a random time that
-    is exponential at the rate of its probability, and the first one is drawn (Gumbel's way, without logarithms of
-    probabilities). So numbers that differ a little, as in another batch, hardly ever change what is drawn.
+    With its own generator, a row draws the same whatever other rows are in the batch. Every entry waits for a random
+    time, exponential with its probability as the rate, and the first one is drawn (the Gumbel trick without
+    logarithms). So small numerical differences, as in another batch, hardly ever change what is drawn.
 
     Args:
         seeds: For each row the seed of its generator; None for torch's.
@@ -28,22 +28,22 @@ class Draws:
         return self._seeds is not None
 
     def of_member(self, index: int) -> "Draws":
-        """Draws for the same rows that are independent of these: those of one member beside others."""
+        """Return draws for the same rows that are independent of these, for one of several members."""
         return Draws(self._seeds and [seed_of(seed, index) for seed in self._seeds])
 
     def seed(self, row: int, *parts: int) -> int:
-        """A seed for somebody else who draws for a row, such as a server.
+        """Return a seed for another generator that draws for a row, such as a server's.
 
         Args:
-            row: Number of the row.
-            parts: What else it depends on, where rows have seeds of their own.
+            row: Index of the row.
+            parts: What else the seed depends on, if rows have their own seeds.
         """
         if self._seeds is None:
             return int(torch.randint(2**63 - 1, ()))
         return seed_of(self._seeds[row], *parts)
 
     def join(self, other: "Draws") -> None:
-        """Let the rows of other draws stand after these; both have generators of their own."""
+        """Append the rows of other draws; both have one generator per row."""
         assert self._seeds is not None
         assert other._seeds is not None
         count = len(self._seeds)
@@ -51,7 +51,7 @@ class Draws:
         self._generators |= {(count + row, device): own for (row, device), own in other._generators.items()}
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Let row n draw on as what was row `rows[n]`; the others end."""
+        """Let row n continue the draws of former row `rows[n]`; the others end."""
         assert self._seeds is not None
         self._seeds = [self._seeds[row] for row in rows]
         place_of = {row: place for place, row in enumerate(rows)}
@@ -63,7 +63,7 @@ class Draws:
 
         Args:
             probs: Probabilities, of shape `(num_rows, width)`; they need not sum to 1.
-            rows: Number of the row that each belongs to; None where nothing needs to be drawn, and the best will do.
+            rows: Index of the row that each belongs to; None if nothing needs to be drawn and the best is taken.
 
         Returns:
             Of shape `(num_rows,)`.
@@ -74,8 +74,8 @@ class Draws:
         for place, row in enumerate(rows):
             if row is not None:
                 bits[place].random_(generator=self._generator(row, probs.device))
-        # Torch's own exponential times take four times as long on a CPU.
-        # The largest would be rounded to a wait without end.
+        # Torch's own exponential times take four times as long on a CPU. The largest value would be rounded to an
+        # infinite wait.
         waits = bits.float().clamp_max_(2.0**31 - 128).add_(0.5).mul_(-(2.0**-31)).log1p_().neg_()
         return torch.div(probs, waits, out=waits).argmax(-1)
 
@@ -88,7 +88,7 @@ class Draws:
 
 
 def seed_of(*parts: int | str | bytes) -> int:
-    """A seed of 63 bits that depends on all of some parts and their order."""
+    """Return a seed of 63 bits that depends on all parts and their order."""
     digest = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode("utf-8", "replace")

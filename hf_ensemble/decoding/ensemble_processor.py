@@ -15,18 +15,18 @@ from .token_decoder import TokenDecoder
 
 
 class EnsembleLogitsProcessor(LogitsProcessor):
-    """The token-level ensemble as a plain logits processor beside any model's own `generate`.
+    """The token-level ensemble as a plain logits processor for any model's own `generate`.
 
     The model that generates is the primary; the others run inside the processor. Entries that the primary's vocabulary
-    lacks count for the first id that writes them. The leading run of pad ids in a row is padding. A column that arrives
-    at `-inf`, or at the least number there is, leaves at `-inf`. Put it first in the list: a repetition penalty that `generate` itself adds acts on the
-    primary before it.
+    lacks count for the first id that writes them. Pad ids at the beginning of a row are padding. A column with score
+    `-inf`, or the smallest possible number, stays at `-inf`. Put this processor first in the list; a repetition
+    penalty that `generate` itself adds still acts on the primary before it.
 
     Args:
         models: The members' models; the first is the one that generates.
         tokenizers: Their fast tokenizers.
         method: Name or configuration of a token-level method.
-        weights: Mixing weights, as for the ensemble's `generate`. Default: the same for all.
+        weights: Mixing weights, as for the ensemble's `generate`. Default: equal weights.
         pad_token_id: Id of padding in prompts. Default: that of the primary's generation config or tokenizer.
 
     Example:
@@ -72,13 +72,13 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         """Turn the primary's logits (or log-probabilities) into fused ones, of the same shape."""
         if self._decoder is None or not self._decoder.follow_beams(input_ids):
             self._decoder = self._start(input_ids, scores)
-        is_banned = scores <= torch.finfo(scores.dtype).min / 2  # also as `remove_invalid_values` writes a ban
+        is_banned = scores <= torch.finfo(scores.dtype).min / 2  # `remove_invalid_values` writes bans this way too
         self._decoder.is_constrained = self._decoder.method.proposes_few and bool(is_banned.any())
-        # Whether these are logits or log-probabilities (as in beam search) shows in their own normalizer only.
+        # Only their own normalizer shows whether these are logits or log-probabilities (as in beam search).
         fused = self._decoder.fuse(scores, add_level=False) + scores.float().logsumexp(-1, keepdim=True)
         self._decoder.check_finite()
         settled = self._decoder.settle(input_ids, fused.masked_fill(is_banned, -torch.inf))
-        # A row that arrives without any candidate, as that of a dead beam may, leaves as it came.
+        # A row without any candidate, for example of a dead beam, stays as it is.
         is_lost = (settled == -torch.inf).all(-1) & ~is_banned.all(-1)
         if bool(is_lost.any()):
             raise nothing_left(self._config.name, self._decoder.rows.where(int(is_lost.nonzero()[0, 0])))
@@ -95,11 +95,11 @@ class EnsembleLogitsProcessor(LogitsProcessor):
         eos_ids = self._kept.members[0].eos_token_ids
         method = self._kept.method(self._config, eos_ids, scores.device)
         weights = self._step_weights()
-        # Of one prompt there may be several rows, one after the other.
+        # A prompt may have several consecutive rows.
         num_rows = len(input_ids)
         copies = num_rows // weights.num_rows if num_rows % weights.num_rows == 0 else 1
         weights.expand(num_rows // copies, copies)
-        # A row that has ended is filled up with padding, which is nothing that the primary has written.
+        # A row that has ended is filled with padding, which the primary has not written.
         silent_ids = [*eos_ids, *([] if self._pad is None else [self._pad])]
         call = Call(self._kept, self._config, weights)
         return TokenDecoder(call, method, input_ids, mask, silent_ids, is_wide=False)

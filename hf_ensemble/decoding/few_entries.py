@@ -1,4 +1,4 @@
-"""The entries of a step of members that send few of them: the best, and those that are asked for after these are known."""
+"""The entries of a step, for members that send only a few: the best ones, and those that the others propose."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +15,19 @@ from .listed_ids import MAX_ALLOWED, ListedIds
 
 
 class FewEntries:
-    """What members of which few entries travel have said at a step.
+    """What members that send only a few entries have said at a step.
 
     Args:
         members: All members.
-        method: The method, which says what has to be asked for.
-        states: The states of members that run here.
+        method: The method, which determines what to ask for.
+        states: The states of members that run in this call.
         listed: Which of the primary's columns the members' ids count for.
         num_rows: Number of rows, ended ones included.
 
     Attributes:
         num_rows: Number of rows.
-        normalizers: By member that was heard, logsumexp of all its logits, of shape `(num_rows,)`; None where it did not
-            say.
+        normalizers: By member that was asked, logsumexp of all its logits, of shape `(num_rows,)`; None if it did not
+            send it.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class FewEntries:
         """Begin a step.
 
         Args:
-            wanted: By row, columns of the primary's of which it has to be known how likely they are.
-            device: Where rows are wanted.
+            wanted: By row, columns of the primary's whose probabilities are needed.
+            device: Device of the rows.
         """
         self._wanted, self._device = wanted, device
         self._entries: dict[int, Entries] = {}
@@ -65,13 +65,13 @@ class FewEntries:
     def read(
         self, found: Sequence[Tensor | None], needed: Tensor, live: Sequence[int], starts: Sequence[int]
     ) -> list[Tensor | None]:
-        """All members' rows, once these members have been asked for what others propose, and for what is wanted.
+        """Return all members' rows, after asking these members for the others' proposals and the wanted columns.
 
         Args:
-            found: Those of the other members.
+            found: The other members' rows.
             needed: Which member takes part in which row, of shape `(num_rows, num_members)`, on the CPU.
             live: Rows that still write.
-            starts: Those of them in which a text begins, where entries of some members have lost a leading space.
+            starts: Rows at the beginning of a text, where some members' entries have lost a leading space.
         """
         found = list(found)
         for member in self._entries:

@@ -7,10 +7,10 @@ from .live_rows import LiveRows
 
 
 class JoiningRows(LiveRows):
-    """Live rows that those of other calls join; see `LiveRows`."""
+    """Live rows that rows of other calls can join; see `LiveRows`."""
 
     def read_all(self) -> None:
-        """Let every member read the prompts, of which none waits until it is needed."""
+        """Let every member read the prompts now, even if it is not needed yet."""
         self.read_prompts()
         for index, state in self.states.items():
             if not state.caches.is_elsewhere:
@@ -18,12 +18,12 @@ class JoiningRows(LiveRows):
                     state.start()
 
     def join(self, other: "JoiningRows") -> None:
-        """Let the rows of other calls, of which none has ended, stand after these.
+        """Append the rows of other calls, none of which has ended.
 
-        Both have read their prompts, or neither has: then rows of equal ones share them, and all are read together.
+        Either both have read their prompts, or neither has; then equal prompts are shared, and all are read together.
 
         Args:
-            other: Rows of a call with the same members and method, which nobody uses any more.
+            other: Rows of a call with the same members and method; not used afterwards.
         """
         self._end_what_is_begun()
         if self._prompt_of_row is not None and other._prompt_of_row is not None:
@@ -41,7 +41,7 @@ class JoiningRows(LiveRows):
         self._begun_at += [self.num_steps - other.num_steps + other._begun_at[row] for row in other.live]
 
     def _take_prompts(self, other: "JoiningRows", prompt_of_row: Sequence[int]) -> list[int]:
-        """Let prompts stand after these, or in the place of an equal one; for each of the rows its number among all."""
+        """Append prompts or find equal ones, and return each row's prompt index."""
         numbers: dict[Any, int] = {}
         for rows in (self, other):
             for prompt in range(len(next(iter(rows.states.values())).contexts)):
@@ -57,7 +57,7 @@ class JoiningRows(LiveRows):
         return tuple(tuple(state.contexts[prompt].ids) for state in self.states.values())
 
     def renumber(self) -> list[int]:
-        """Give the rows that still write the numbers from 0 on, in their order; says which these had."""
+        """Renumber the live rows from 0 on, in order, and return their former numbers."""
         live = self.live
         self._prompt_lengths = [self._prompt_lengths[row] for row in live]
         self._begun_at = [self._begun_at[row] for row in live]
@@ -67,13 +67,13 @@ class JoiningRows(LiveRows):
         return live
 
     def drop(self, rows: Collection[int]) -> None:
-        """Let rows end."""
+        """End rows."""
         if rows:
             self._end_what_is_begun()
         super().drop(rows)
 
     def _end_what_is_begun(self) -> None:
-        """Wait for the steps that were started before the loop came to them."""
+        """Wait for steps that were started ahead of the loop."""
         for index in self._begun:
             if index in self._sparse:
                 self.states[index].entries()

@@ -1,4 +1,4 @@
-"""What members that list few ids add to the mean of whole distributions: the ids are asked for where they matter."""
+"""What members that list few ids add to the mean of whole distributions: they are asked for ids if these matter."""
 
 from collections.abc import Iterable, Mapping
 
@@ -9,14 +9,14 @@ from ..methods.base import TokenMethod
 from ..mixing import put_eos
 
 MAX_ALLOWED = 1024
-"""How many ids of a row a member is asked for where constraints leave none of what is proposed."""
+"""The number of ids per row that a member may be asked for, if constraints allow none of the proposals."""
 
 UNKNOWN = 1e-30
-"""Stands for the probability of an id that no member has listed: processors see that it may be chosen."""
+"""Stands for the probability of an id that no member has listed, to show processors that it may be chosen."""
 
 
 class ListedIds:
-    """Which of the primary's columns the ids of members count for, of members that never send whole rows.
+    """Maps ids of members that never send whole rows to the primary's columns.
 
     Args:
         method: The method, made for its members.
@@ -38,7 +38,7 @@ class ListedIds:
         return self._columns[member]
 
     def ids_of(self, member: int, columns: Iterable[int]) -> list[int]:
-        """All ids of a member that count for some of the primary's columns."""
+        """All ids of a member that count for the given columns of the primary."""
         if member not in self._sorted:
             values, ids = self.columns(member).cpu().sort(stable=True)
             self._sorted[member] = values.contiguous(), ids
@@ -48,7 +48,7 @@ class ListedIds:
         return [i for start, end in zip(starts, ends, strict=True) for i in ids[start:end].tolist()]
 
     def _with_eos(self, columns: Iterable[int]) -> list[int]:
-        """EOS is one entry, which counts for the first of the primary's EOS ids until it is known which is the best."""
+        """EOS is one entry; it counts for the primary's first EOS id until the best one is known."""
         eos = self._method.maps[0].eos_ids.tolist()
         return sorted({eos[0] if column in eos else column for column in columns})
 
@@ -56,7 +56,7 @@ class ListedIds:
         """The weighted mean of members' distributions, as far as it is known.
 
         Args:
-            logprobs: By member, of shape `(num_positions, vocab_size)`; `-inf` where not listed.
+            logprobs: By member, of shape `(num_positions, vocab_size)`; `-inf` for ids not listed.
             shares: Of each member, of shape `(num_positions, num_members)`.
             primary_logits: Of shape `(num_positions, primary_vocab_size)`, by which EOS is written.
 
@@ -67,7 +67,7 @@ class ListedIds:
         for member, rows in logprobs.items():
             columns = self.columns(member)
             counts = columns >= 0
-            # A row of zeros is that of a member that takes no part there.
+            # A row of zeros belongs to a member that takes no part there.
             masses.index_add_(1, columns[counts], rows[:, counts].exp() * shares[:, member, None])
         eos_ids = self._method.maps[0].eos_ids
         if len(eos_ids) > 1:

@@ -1,4 +1,4 @@
-"""The rows of a call that still write, and the state of every member that runs in them."""
+"""The rows of a call that still write, and the states of the members that run in them."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -22,24 +22,24 @@ class LiveRows:
     """Lets members follow the rows, and gives their logits to the fused step.
 
     A member that no row needs at a step is not run: its state stays, and catches up in one forward pass when it is
-    needed. Where only some rows need it, the others wait too, but are carried along in its batch.
+    needed. If only some rows need it, the others are carried along in its batch.
 
     Args:
         call: What the call works with.
         method: The method, made for its members.
         prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
         prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
-        silent_ids: The primary's control tokens of which no warning is given when they are written.
-        runs_primary: Whether the primary runs here, where it is needed, instead of in the decoding loop at every step.
-        max_new_tokens: Most ids that a row can take, where that is known.
+        silent_ids: The primary's control tokens that do not cause a warning when they are written.
+        runs_primary: Whether the primary runs here when needed, instead of in the decoding loop at every step.
+        max_new_tokens: Largest number of ids that a row can take, if known.
         listed: Which of the primary's columns the members' ids count for.
-        needs_whole_rows: Whether somebody reads more than the entries that the method asks for.
+        needs_whole_rows: Whether more is read than the entries that the method asks for.
 
     Attributes:
         live: Numbers of the rows that still write.
-        states: The state of each member that runs here, by member index; a row for each live row.
+        states: The state of each member that runs, by member index, with a row for each live row.
         num_steps: Number of steps so far.
-        seconds: In which members were started or waited for.
+        seconds: Seconds spent starting members or waiting for them.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class LiveRows:
         self.seconds = MemberSeconds(self.states)
         self._device = prompt_ids.device
         self._said: dict[int, Tensor | None] = {}
-        # Members of which few entries travel.
+        # Members that send only a few entries.
         self._sparse = {
             index
             for index in self.states
             if method.num_entries is not None and members[index].sends_entries(needs_whole_rows)
         }
         self._few = FewEntries(members, method, self.states, listed, self._num_rows)
-        self._begun: dict[int, list[int]] = {}  # places of members whose step was started before the loop came to it
+        self._begun: dict[int, list[int]] = {}  # indices of members whose step was started ahead of the loop
         self._silent_ids = silent_ids
         self._warned_control: set[int] = set()
         self._warned_lossy: set[int] = set()
@@ -90,11 +90,11 @@ class LiveRows:
     # What the fused step reads
 
     def begin(self, scores: Tensor, wanted: Mapping[int, Sequence[int]]) -> None:
-        """Begin a step of which the decoding loop gives the primary's logits, or zeros in place of what runs here.
+        """Begin a step; the decoding loop gives the primary's logits, or zeros if the primary runs here.
 
         Args:
             scores: In float32, of shape `(batch_size, primary_vocab_size)`.
-            wanted: By row, columns of the primary's of which it has to be known how likely they are.
+            wanted: By row, columns of the primary's whose probabilities are needed.
         """
         self._device = scores.device
         self._said = {} if self.runs_primary else {0: scores}
@@ -105,7 +105,7 @@ class LiveRows:
         return f"in row {position} at step {self.num_steps - self._begun_at[position] + 1}"
 
     def sitting_out(self) -> dict[int, list[int]]:
-        """The live rows that each member cannot follow just now."""
+        """The live rows that each member cannot follow at the moment."""
         places = self._place_of if self._prompt_of_row is None else self._prompt_of_row
         return {
             index: [row for row in self.live if state.contexts[places[row]].sits_out]
@@ -113,7 +113,7 @@ class LiveRows:
         }
 
     def losing_space(self) -> list[int]:
-        """The live rows in which a text begins, where entries of some members have lost a leading space."""
+        """The live rows at the beginning of a text, where some members' entries have lost a leading space."""
         places = self._place_of if self._prompt_of_row is None else self._prompt_of_row
         return [
             row
@@ -122,7 +122,7 @@ class LiveRows:
         ]
 
     def read(self, needed: Tensor) -> list[Tensor | None]:
-        """Run the members that are needed and have not been read at this step; of all rows, ended ones included."""
+        """Run the members that are needed and have not been read at this step; returns all rows, including ended ones."""
         is_needed = needed.T.tolist()
         self.read_prompts({index for index in self.states if not any(is_needed[index])})
         places_of = {
@@ -130,7 +130,7 @@ class LiveRows:
             for index in self.states
             if self._said.get(index) is None and index not in self._few.normalizers
         }
-        # All are started before one is waited for; what runs in this process may keep the host until it is through.
+        # All are started before waiting for any; members of this process may block the host until they are done.
         to_start = [index for index, places in places_of.items() if places]
         for index in sorted(to_start, key=lambda index: not self._runs_beside(index)):
             with self.seconds.of(index):
@@ -150,7 +150,7 @@ class LiveRows:
         return self._few.read(found, needed, self.live, starts)
 
     def read_prompts(self, waiting: Collection[int] = ()) -> None:
-        """Let members read prompts that rows share, and give each row a state of its own.
+        """Let members read shared prompts, and give each row its own state.
 
         Args:
             waiting: Members that are not run yet.
@@ -160,7 +160,7 @@ class LiveRows:
             self._prompt_of_row = None
 
     def normalizers(self) -> dict[int, Tensor | None]:
-        """The normalizers of members of which few entries travel."""
+        """The normalizers of members that send only a few entries."""
         return self._few.normalizers
 
     def _start(self, index: int, places: list[int]) -> None:
@@ -177,10 +177,10 @@ class LiveRows:
     def ask(
         self, found: Sequence[Tensor | None], needed: Tensor, columns: Mapping[int, Sequence[int]]
     ) -> list[Tensor | None]:
-        """Ask members that list few ids how likely all are that count for some of the primary's columns.
+        """Ask members that list few ids for all ids that count for the given columns of the primary.
 
         Args:
-            found: All rows, as `read` gave them.
+            found: All rows, from `read`.
             needed: Which member takes part in which row, of shape `(batch_size, num_members)`, on the CPU.
             columns: By row, the columns.
 
@@ -191,7 +191,7 @@ class LiveRows:
 
     def _logits(self, index: int, places: Sequence[int]) -> Tensor:
         """A member's logits in these of the live rows, of shape `(batch_size, vocab_size)`."""
-        # In the member's own dtype, of which half as much may travel.
+        # In the member's own dtype, which may be half as large to transfer.
         logits = self.states[index].logits(rows=places).to(self._device).float()
         if len(logits) == self._num_rows:
             return logits
@@ -200,14 +200,14 @@ class LiveRows:
 
     @property
     def lists_few(self) -> bool:
-        """Whether there is a member that lists few ids of a row, even where more are read."""
+        """Whether there is a member that lists few ids of a row, even if more are read."""
         return bool(self._sparse)
 
     @property
     def share_in_one_request(self) -> tuple[float | None, ...] | None:
-        """For each member the share of rows and steps in which one request to its server was enough.
+        """For each member, the share of rows and steps for which one request to its server was enough.
 
-        None for a member without a server; and None for all where nobody has one.
+        None for a member without a server; a single None if no member has one.
         """
         if not any(member.is_served for member in self.members):
             return None
@@ -224,7 +224,7 @@ class LiveRows:
         return self._prompt_of_row is None
 
     def start_assistants(self, is_needed: Sequence[Sequence[bool]]) -> None:
-        """Start the next step of members that run beside the host, before the decoding loop comes to it.
+        """Start the next step of members that run beside the host, ahead of the decoding loop.
 
         Args:
             is_needed: For each row, which members it needs.
@@ -242,7 +242,7 @@ class LiveRows:
     # Following the text
 
     def append(self, row: int, primary_id: int) -> None:
-        """Take in one of the primary's ids, of an entry whose bytes follow by `write_bytes` when it is complete."""
+        """Take in one of the primary's ids; `write_bytes` follows when its entry is complete."""
         if self.runs_primary:
             self.states[0].contexts[self._place_of[row]].ids.append(primary_id)
 
@@ -261,11 +261,11 @@ class LiveRows:
                 state.contexts[place].write(data)
 
     def warn_of_losses(self) -> None:
-        """Warn once of every member whose view of what has been written so far has lost something."""
+        """Warn once about every member whose view of the text so far has lost something."""
         warn_of_losses(self.states, self._warned_lossy)
 
     def move(self, parents: Sequence[int]) -> None:
-        """Let every row continue from what was row `parents[row]`."""
+        """Let every row continue from former row `parents[row]`."""
         if list(parents) != list(range(len(parents))):
             for state in self.states.values():
                 state.select(parents, [state.contexts[parent].copy() for parent in parents])
@@ -281,7 +281,7 @@ class LiveRows:
             state.select(kept)
 
     def without_room(self, ends: Sequence[int]) -> set[int]:
-        """Rows that have to end because a member has no position left for what was just written; a warning says so.
+        """Rows that have to end because a member has no position left for the last id; a warning says so.
 
         Args:
             ends: For each row, whether it ends anyway.
@@ -294,7 +294,7 @@ class LiveRows:
         return full
 
     def check_room(self) -> None:
-        """Raise if a member has no position left in some row, where rows cannot end one by one.
+        """Raise if a member has no position left in some row, when rows cannot end one by one.
 
         Raises:
             MemberError: If so.

@@ -1,4 +1,4 @@
-"""The loop of one call, ready to run: the stock one, or one that writes what was decided ahead."""
+"""The loop of one call, ready to run: the stock one, or one that writes ids decided ahead."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class Loop:
 
     Attributes:
         input_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
-        processors: The call's processors, as its mode has put them together.
-        criteria: Its stopping criteria, likewise.
+        processors: The call's processors, as its mode combines them.
+        criteria: Its stopping criteria, as its mode combines them.
         settings: Its prepared generation config.
-        kwargs: What else the stock loop is called with: the streamer, and what `forward` is called with.
+        kwargs: Other arguments of the stock loop: the streamer, and the inputs of `forward`.
         stock: Runs the loop.
     """
 
@@ -36,7 +36,7 @@ class Loop:
 
     @property
     def max_new_tokens(self) -> int:
-        """Number of ids after which a row needs no more."""
+        """Number of new ids after which a row is complete."""
         return int(self.settings.max_length - self.input_ids.shape[1])
 
     @property
@@ -50,11 +50,11 @@ class Loop:
         return self.stock(self.input_ids, self.processors, self.criteria, self.settings, **self.kwargs)
 
     def write(self, next_ids_of: Callable[[Sequence[bool]], list[int | None]]) -> Tensor:
-        """Write id by id what a decoder decides, as the stock loop does: criteria and streamers see every id.
+        """Write a decoder's ids one by one, as the stock loop does: criteria and streamers see every id.
 
         Args:
-            next_ids_of: Given which rows are live, gives the id to write next in each of them; None where there is none,
-                and the row ends.
+            next_ids_of: Given which rows are live, returns the next id of each; None if there is none, and the row
+                ends.
 
         Returns:
             All ids, of shape `(batch_size, length)`.

@@ -1,4 +1,4 @@
-"""How long the members of a call take."""
+"""The time that the members of a call take."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 
 class MemberSeconds:
-    """Seconds in which members were started or waited for.
+    """Seconds spent starting members or waiting for them.
 
     Args:
-        members: Numbers of the members.
+        members: Indices of the members.
 
     Attributes:
-        total: By number of member.
+        total: By member index.
     """
 
     def __init__(self, members: Iterable[int]):

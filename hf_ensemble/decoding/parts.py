@@ -1,4 +1,4 @@
-"""Work on many rows at once, or on fewer where memory does not do for all."""
+"""Work on many rows at once, or on fewer if memory does not suffice."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ _Made = TypeVar("_Made")
 
 
 def in_parts(items: Sequence[_Item], run: Callable[[Sequence[_Item]], list[_Made]]) -> list[_Made]:
-    """Run all items together, or, where memory runs out, one half after the other.
+    """Run all items together, or, if memory runs out, one half after the other.
 
     Args:
         items: The items; none is split.
         run: Runs some of them.
 
     Raises:
-        MemberError: If memory does not do for one item alone, or whatever else `run` raises.
+        MemberError: If memory does not suffice for one item alone, or anything else that `run` raises.
     """
     if not items:
         return []
@@ -29,7 +29,7 @@ def in_parts(items: Sequence[_Item], run: Callable[[Sequence[_Item]], list[_Made
     except Exception as error:
         if len(items) == 1 or not is_out_of_memory(error):
             raise
-    # Here nothing holds what the call has held.
+    # At this point, the failed call's memory is free again.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

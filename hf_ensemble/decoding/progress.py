@@ -1,4 +1,4 @@
-"""How far a row of a token decoder is."""
+"""The progress of a row of a token decoder."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class RowProgress:
-    """What a row is at: the entry of several ids that it is writing, and its choices so far.
+    """The progress of a row: the entry of several ids that it is writing, and its choices so far.
 
     Attributes:
-        to_write: The ids of the entry that are yet to be written.
-        written: Those that have been.
-        data: What the whole entry writes.
+        to_write: The ids of the entry that are still to be written.
+        written: Its ids that have been written.
+        data: The bytes of the whole entry.
         num_decided: Number of choices.
-        num_ensembled: Number of those that were not a gate's alone.
+        num_ensembled: Number of choices that no gate made alone.
     """
 
     to_write: deque[int] = field(default_factory=deque)

@@ -23,7 +23,7 @@ class Prompts:
 
     Attributes:
         ids: The primary's ids of each distinct prompt, without padding.
-        texts: What each distinct prompt writes.
+        texts: The text of each distinct prompt.
         prompt_of_row: For each row, the number of its prompt. Rows of one prompt (beams, returned sequences) can share
             its forward pass: see `expand_prompts`.
         contexts: For each member that takes part, its context for each distinct prompt.
@@ -36,20 +36,20 @@ class Prompts:
 
 
 class OwnPrompts:
-    """What members read in place of the text that the primary's ids write.
+    """What members read instead of the text of the primary's ids.
 
-    That is a prompt of their own where one is given, else their rendering of the conversation that the ids stand for.
+    That is their own prompt, if one is given, or else their rendering of the conversation behind the ids.
 
     Args:
         members: The members; the first is the primary.
         member_prompts: For each member its own plain text: one for all rows, or a list with one per row; None, also in
-            such a list, where it has none.
+            such a list, for no own prompt.
         num_rows: Number of prompts.
 
     Attributes:
         texts: For each prompt each member's own text, or None.
-        starts: For each prompt what stands for its first id, where that is more than an id: a primary that reads a source
-            has it there. None where all are ids.
+        starts: For each prompt, what stands in for its first id, for example the source of a primary that reads one.
+            None if all are plain ids.
 
     Raises:
         ConfigurationError: If there is not one entry per member, or not one text per row, or the primary has one.
@@ -78,11 +78,11 @@ class OwnPrompts:
         self.starts: list[int] | None = None
 
     def numbers_of(self, num_rows: int) -> Tensor:
-        """The number of the prompt of each row, of shape `(num_rows,)`: a prompt may have several, one after the other."""
+        """The prompt index of each row, of shape `(num_rows,)`: a prompt may have several consecutive rows."""
         return torch.arange(num_rows) * len(self.texts) // num_rows
 
     def shared_by_rows(self, num_rows: int) -> Tensor:
-        """Which rows have one prompt, of shape `(num_rows, num_rows)`: those of equal ids may differ in what members read."""
+        """Which rows share a prompt, of shape `(num_rows, num_rows)`; equal ids may be read differently."""
         numbers = self.numbers_of(num_rows)
         return numbers[:, None] == numbers
 
@@ -95,7 +95,7 @@ class OwnPrompts:
 
 
 def encode_primary_prompt(primary: Member, given: Any) -> tuple[Tensor, Tensor]:
-    """Encode the primary's entry of `member_prompts`, which stands for the ids of a call without any.
+    """Encode the primary's entry of `member_prompts`, for a call without ids.
 
     Args:
         primary: The primary.
@@ -121,7 +121,7 @@ def encode_primary_prompt(primary: Member, given: Any) -> tuple[Tensor, Tensor]:
 def prepare_prompt(primary: Member, ids: Any, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Check a prompt, move its padding to the left and give empty rows a start.
 
-    Called by what users call, whose line a warning points at.
+    Public methods call this directly, so that a warning points at the user's line.
 
     Args:
         primary: The primary.
@@ -129,16 +129,16 @@ def prepare_prompt(primary: Member, ids: Any, mask: Tensor | None) -> tuple[Tens
         mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
 
     Returns:
-        Ids and mask, of the same shape, or longer where a row was empty.
+        Ids and mask, of the same shape, or longer if a row was empty.
 
     Raises:
-        TypeError: If `ids` is no tensor.
+        TypeError: If `ids` is not a tensor.
         ConfigurationError: If ids or mask do not fit, or an empty row has nothing to start from.
     """
     _check_ids(primary, ids, mask)
     ids = ids.long()
     if mask is not None and ids.shape[1] and bool((mask[:, :-1] > mask[:, 1:]).any()):
-        # Left padding is what a decoder needs; the order of the real ids stays.
+        # A decoder needs left padding; the order of the real ids stays.
         messages.warn("the prompt is padded on the right: its padding is moved to the left.")
         order = (mask != 0).long().argsort(dim=-1, stable=True)
         ids, mask = ids.gather(-1, order), mask.gather(-1, order)
@@ -195,7 +195,7 @@ def read_prompts(
         resync: How assistants follow the text.
         ids: The primary's ids, of shape `(batch_size, length)`.
         mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
-        own: What members read in place of the primary's text.
+        own: What members read instead of the primary's text.
 
     Raises:
         ConfigurationError: If a member has nothing to start from, or not enough positions, or its chat template

@@ -1,8 +1,8 @@
-"""Ids outside the proposals: what is chosen where constraints leave none of the few entries that members propose.
+"""Ids outside the proposals: the choice if constraints allow none of the few entries that members propose.
 
-Some methods give mass to few entries only. Processors therefore see, for every other id, its log-probability in the
-weighted mean of the members' whole distributions. What they make of it counts where they leave none of the proposals, or
-where an option raises an id by name; elsewhere the proposals decide alone.
+Some methods give probability to a few entries only. For every other id, processors see its log-probability in the
+weighted mean of the members' whole distributions. The processors' result for these ids counts only if they allow none
+of the proposals, or if an option raises an id by name. Otherwise the proposals decide alone.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from torch import Tensor
 from transformers import ExponentialDecayLengthPenalty, LogitsProcessor, SequenceBiasLogitsProcessor
 
 BANNED = -5000.0
-"""Scores below this are bans, however they are written: as `-inf`, as the least number there is, as -1e9."""
+"""Scores below this are bans, whether written as `-inf`, as the smallest possible number or as -1e9."""
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """What is proposed at some positions, and what stands behind it.
+    """The proposals at some positions, and the whole distributions behind them.
 
     Attributes:
-        logprobs: Log-probabilities of what is proposed, `-inf` elsewhere, of shape `(num_positions, width)`.
-        whole: Those of the members' whole distributions, of the same shape.
+        logprobs: Log-probabilities of the proposals, `-inf` elsewhere, of shape `(num_positions, width)`.
+        whole: Log-probabilities of the members' whole distributions, of the same shape.
     """
 
     logprobs: Tensor
@@ -30,7 +30,7 @@ class Proposals:
 
     @property
     def offered(self) -> Tensor:
-        """What processors see: both in one row."""
+        """The scores that processors see: both in one row."""
         return torch.where(self.logprobs > -torch.inf, self.logprobs, self.whole)
 
     def at(self, positions: slice) -> "Proposals":
@@ -38,19 +38,19 @@ class Proposals:
         return Proposals(self.logprobs[positions], self.whole[positions])
 
     def decided(self, falls_back: Tensor) -> Tensor:
-        """The log-probabilities that were decided on, given in which rows nothing that was proposed was left."""
+        """The log-probabilities used for the decision, given which rows had no proposal left."""
         return torch.where(falls_back, self.whole, self.logprobs)
 
     def settled(self, scores: Tensor, raised: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Drop what was not proposed from every row that has a proposal left.
 
         Args:
-            scores: What the processors made of `offered`, of the same shape.
-            raised: Ids that an option raises at this step, of the same shape; they enter beside the proposals.
+            scores: `offered` after the processors, of the same shape.
+            raised: Ids that an option raises at this step, of the same shape; they join the proposals.
 
         Returns:
-            The scores of what may be chosen; and, of shape `(num_positions, 1)`, in which rows nothing that was proposed
-            is left, so that what the processors left of the others stays.
+            The scores of the ids that may be chosen, and, of shape `(num_positions, 1)`, which rows have no proposal
+            left and so keep the other ids that the processors allow.
         """
         is_proposed = self.logprobs > -torch.inf
         is_left = scores > BANNED
@@ -65,8 +65,8 @@ class Proposals:
 class RaisedIds:
     """Which ids the options of a call raise, step by step.
 
-    These are the last id of a sequence in `sequence_bias` whose bias is above 0, where the text ends in the rest of it,
-    and EOS once `exponential_decay_length_penalty` has begun.
+    These are the last id of a sequence in `sequence_bias` with a bias above 0, if the text ends with the rest of the
+    sequence; and EOS, once `exponential_decay_length_penalty` has begun.
 
     Args:
         processors: The call's processors.
@@ -78,7 +78,7 @@ class RaisedIds:
         self._decays = [item for item in processors if isinstance(item, ExponentialDecayLengthPenalty)]
 
     def at(self, input_ids: Tensor, scores: Tensor) -> Tensor | None:
-        """Say which ids are raised.
+        """Return which ids are raised.
 
         Args:
             input_ids: All ids so far, of shape `(num_rows, length)`.

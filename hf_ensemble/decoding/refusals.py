@@ -1,4 +1,4 @@
-"""What cannot be combined: every refusal of an option of `generate` is worded here, whoever refuses it."""
+"""Options that cannot be combined: all refusals of options of `generate` are worded here."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ _NOT_FOR_ENSEMBLES = {
 
 
 class Obstacle(NamedTuple):
-    """Something that stands against a way of writing.
+    """An option that a way of writing does not support.
 
     Attributes:
-        is_there: Whether the call asks for it.
-        what: What it is: "`num_beams=2`".
+        is_there: Whether the call uses it.
+        what: Its name in errors: "`num_beams=2`".
         why: Why it cannot be used.
         remedy: What to do instead.
     """
@@ -36,15 +36,15 @@ class Obstacle(NamedTuple):
 
 
 def first_obstacle(obstacles: Iterable[Obstacle]) -> Obstacle | None:
-    """The first of these that is there; None if none is."""
+    """Return the first obstacle that is there, or None."""
     return next((obstacle for obstacle in obstacles if obstacle.is_there), None)
 
 
 def refuse(obstacles: Iterable[Obstacle], with_what: str) -> None:
-    """Refuse the first of these that is there.
+    """Refuse the first obstacle that is there.
 
     Args:
-        obstacles: What may stand in the way.
+        obstacles: The possible obstacles.
         with_what: What it cannot be used with: "method 'sweetspan'".
 
     Raises:
@@ -64,7 +64,7 @@ def refuse_for_ensembles(settings: GenerationConfig, kwargs: Mapping[str, Any], 
         refused: Arguments of `generate` that have to be None, by name.
 
     Raises:
-        ConfigurationError: If something of it is asked for.
+        ConfigurationError: If the call asks for any of it.
     """
     for name, value in refused.items():
         if value is not None:

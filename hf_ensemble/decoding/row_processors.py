@@ -20,7 +20,7 @@ WARPERS = {
     "EtaLogitsWarper",
     "LogitNormalization",
 }
-"""Processors that act alike on any column, so that a decision over the union vocabulary may pass through them."""
+"""Processors that treat all columns alike, so they can act on the union vocabulary."""
 
 _BY_ROW = WARPERS | {
     "RepetitionPenaltyLogitsProcessor",
@@ -36,18 +36,18 @@ _BY_ROW = WARPERS | {
     "InfNanRemoveLogitsProcessor",
     "ExponentialDecayLengthPenalty",
 }
-"""Processors that do with a row alone what they do with it in a batch."""
+"""Processors that treat a row alone as they treat it in a batch."""
 
 
 def split_at_warpers(processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor], list[LogitsProcessor]]:
-    """Split a call's processors: the constraints, up to the last one that is no warper, and the warpers after it."""
+    """Split a call's processors: the constraints, up to the last one that is not a warper, and the warpers after it."""
     is_constraint = [type(item).__name__ not in WARPERS for item in processors]
     count = max((place + 1 for place, it_is in enumerate(is_constraint) if it_is), default=0)
     return list(processors[:count]), list(processors[count:])
 
 
 def counting_all(processor: Any) -> Any:
-    """The processor itself; of a stock penalty that passes over the padding of every row, one that passes over nothing."""
+    """Return the processor itself; for a stock penalty that skips padding, one that skips nothing."""
     if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
         return RepetitionPenaltyLogitsProcessor(processor.penalty)
     return processor
@@ -68,14 +68,14 @@ class _UnpaddedPenalty(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Return the scores for the next processor, of shape `(batch_size, width)`."""
         length = self._is_prompt.shape[1]
-        # In place of padding an id that the row holds anyway: a penalty asks only which ids there are.
+        # Padding is replaced by an id of the row, because a penalty only asks which ids occur.
         present = input_ids.gather(1, self._is_prompt.long().argmax(-1, keepdim=True))
         prompt = torch.where(self._is_prompt, input_ids[:, :length], present)
         return self._penalty(torch.cat([prompt, input_ids[:, length:]], dim=-1), scores)  # type: ignore[no-any-return]
 
 
 def without_padding(processor: LogitsProcessor, prompt_mask: Tensor | None) -> LogitsProcessor:
-    """The processor; of a repetition penalty, one that does not count padding.
+    """Return the processor; for a repetition penalty, one that does not count padding.
 
     Args:
         processor: The processor.
@@ -87,7 +87,7 @@ def without_padding(processor: LogitsProcessor, prompt_mask: Tensor | None) -> L
 
 
 def needs_whole_batch(processors: Sequence[LogitsProcessor]) -> str | None:
-    """The name of a processor that may not be applied to one row of several; None if there is none."""
+    """Return the name of a processor that cannot be applied to one of several rows; None if all can."""
     names = (type(processor).__name__ for processor in processors)
     return next((name for name in names if name not in _BY_ROW), None)
 
@@ -95,13 +95,13 @@ def needs_whole_batch(processors: Sequence[LogitsProcessor]) -> str | None:
 class RowProcessors:
     """The processors of a call whose rows are decided at their own pace: first the constraints, then the warpers.
 
-    Constraints are all processors up to the last one that is no warper: they may depend on the ids before a position, so
-    `constrain` is called for one position of a row after the other. The warpers behind them need no ids: `warp` takes
-    any number of positions.
+    Constraints are all processors up to the last one that is not a warper. They may depend on the ids before a
+    position, so `constrain` is called for one position of a row at a time. The warpers after them need no ids, so
+    `warp` takes any number of positions.
 
     Args:
-        processors: The processors, in the order of the call. Where there are several rows, none of them may be one
-            that `needs_whole_batch`.
+        processors: The processors, in the order of the call. With several rows, none of them may need the whole batch
+            (`needs_whole_batch`).
         prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
         prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
     """
@@ -116,7 +116,7 @@ class RowProcessors:
 
     @property
     def read_ids(self) -> bool:
-        """Whether there are constraints, for which a position's scores depend on the ids before it."""
+        """Whether there are constraints, so that a position's scores depend on earlier ids."""
         return bool(self._constraints)
 
     def constrain(
@@ -128,10 +128,10 @@ class RowProcessors:
             row: The row.
             new_ids: The primary's ids between its prompt and this position.
             scores: The scores there, of shape `(1, width)`.
-            proposals: What is proposed there, if the constraints may leave none of it.
+            proposals: The proposals there, if the constraints may allow none of them.
 
         Returns:
-            The scores of what may be chosen; and whether that is nothing that was proposed, of shape `(1, 1)`.
+            The scores of the ids that may be chosen, and whether none of them was proposed, of shape `(1, 1)`.
         """
         if row not in self._of_row:
             own = self._constraints

@@ -1,4 +1,4 @@
-"""A batch that rows join between steps, each with options of its own, and leave when they end."""
+"""A batch that rows, each with its own options, join between steps and leave when they end."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Written:
     """What a step has written in a row.
 
     Attributes:
-        id: The primary's id; None where the row failed.
-        log_prob: Its log-probability by the fused law, before any option changes it; None if nobody asked.
-        best: The most likely ids with their log-probabilities, the best first; as many as were asked for.
+        id: The primary's id; None if the row failed.
+        log_prob: Its log-probability by the fused distribution, before any option changes it; None if not requested.
+        best: The most likely ids with their log-probabilities, the best first; as many as requested.
         ends: Whether the row ends here.
         error: Why it failed.
     """
@@ -38,12 +38,12 @@ class Row:
     Args:
         decoder: The decoder of this row alone.
         ids: Its prompt, the primary's ids of shape `(1, length)`.
-        constraints: Its processors up to the last one that is no warper.
+        constraints: Its processors up to the last one that is not a warper.
         warpers: Those after them.
         criteria: Its stopping criteria.
-        do_sample: Whether its ids are drawn.
-        num_best: How many of the most likely ids are wanted at every step; None for no log-probabilities.
-        take: Takes what every step writes.
+        do_sample: Whether its ids are sampled.
+        num_best: Number of most likely ids to return at every step; None for no log-probabilities.
+        take: Receives what every step writes.
         kind: Equal for rows that may share a batch.
     """
 
@@ -64,7 +64,7 @@ class Row:
         self.criteria, self.do_sample, self.num_best, self.take = criteria, do_sample, num_best, take
         self.kind = kind
         self._raised = RaisedIds(constraints)
-        # Criteria ask for the host's numbers, which a device would have to wait for.
+        # Criteria read values on the host, for which a device would have to wait.
         self._ids = ids.cpu()
         self._device = ids.device
 
@@ -98,7 +98,7 @@ class Row:
 
 
 class RunningBatch:
-    """Writes id by id in all its rows. It lives as long as there are any.
+    """Writes id by id in all its rows, as long as there are any.
 
     Args:
         rows: The first rows.
@@ -118,7 +118,7 @@ class RunningBatch:
 
         Args:
             rows: The rows.
-            are_joining: Whether they are to join a batch, for which their prompts are read now.
+            are_joining: Whether they will join a batch, so that their prompts are read now.
 
         Raises:
             MemberError: If a member fails.
@@ -143,12 +143,12 @@ class RunningBatch:
 
     @torch.no_grad()
     def leave(self, rows: Sequence[Row]) -> None:
-        """Let rows go that somebody has given up."""
+        """Drop rows that were given up."""
         self._keep([place for place, row in enumerate(self.rows) if row not in rows])
 
     @torch.no_grad()
     def step(self) -> None:
-        """Write one id in every row, tell the rows, and let those go that have ended.
+        """Write one id in every row, tell the rows, and drop those that have ended.
 
         Raises:
             MemberError: If a member fails.
@@ -179,7 +179,7 @@ class RunningBatch:
                 row.take(_written(ids[place], done[place], law, row.num_best or 0))
 
     def _processed(self, scores: Tensor, laws: dict[int, Tensor]) -> Tensor:
-        """Apply every row's own processors; what was decided on is put into `laws`, where it is not what was fused."""
+        """Apply every row's own processors; `laws` receives the distributions of the decisions."""
         decoder, rows = self.decoder, self.rows
         if decoder.is_constrained:
             scores, raised = scores.clone(), torch.zeros_like(scores, dtype=torch.bool)

@@ -13,9 +13,9 @@ from .token_decoder import TokenDecoder
 
 
 class SharedDecoder(TokenDecoder):
-    """Decides token by token for rows of several calls; what befalls a row is nobody else's.
+    """Decides token by token for rows of several calls, independently of each other.
 
-    Every row has draws of its own, and the primary runs here. Arguments are those of `TokenDecoder`.
+    Every row has its own draws, and the primary runs here. Arguments are those of `TokenDecoder`.
     """
 
     kind_of_rows = JoiningRows
@@ -24,7 +24,7 @@ class SharedDecoder(TokenDecoder):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, runs_primary=True, **kwargs)
         self._max_new = math.inf
-        # Every row ends for itself.
+        # Rows end independently.
         self._writes_on = False
         self._keeps_fused = True
 
@@ -33,11 +33,11 @@ class SharedDecoder(TokenDecoder):
 
     @property
     def is_writing_entries(self) -> bool:
-        """Whether all rows write on in entries of several ids, so that nothing is fused in this step."""
+        """Whether all rows are inside entries of several ids, so that nothing is fused in this step."""
         return len(self._queued) == len(self.rows.live)
 
     def law(self, rows: Sequence[int]) -> Tensor:
-        """The fused log-probabilities of this step; of an entry that is being written the next id has them all.
+        """The fused log-probabilities of this step; inside an entry, the next id has probability 1.
 
         Args:
             rows: The rows.
@@ -56,10 +56,10 @@ class SharedDecoder(TokenDecoder):
         return found
 
     def join(self, other: "SharedDecoder") -> None:
-        """Let the rows of another decoder, which nobody uses any more, stand after these.
+        """Append the rows of another decoder, which is not used afterwards.
 
         Args:
-            other: Of a call with the same members, method and ways of deciding.
+            other: Decoder of a call with the same members, method and way of deciding.
         """
         assert self.is_wide == other.is_wide
         assert self.is_constrained == other.is_constrained
@@ -70,7 +70,7 @@ class SharedDecoder(TokenDecoder):
         self._progress += other._progress
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Let the other rows end, and give these the numbers from 0 on, in their order."""
+        """Keep these rows, renumbered from 0 on in order, and end the others."""
         self.rows.drop(set(self.rows.live).difference(rows))
         if len(self._progress) > len(self.rows.live):
             kept = self.rows.renumber()

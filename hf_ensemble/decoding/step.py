@@ -1,7 +1,7 @@
-"""The fused step: what the members say at some positions becomes one distribution at each.
+"""The fused step: turns the members' logits at some positions into one distribution per position.
 
-The token loop calls it with its rows, drafts with the positions of a round, likelihoods with the steps of given texts.
-Gates, weights, members that sit out, masks and normalizers are dealt with here and nowhere else.
+The token loop calls it with its rows, drafts with the positions of a round, and likelihoods with the steps of given
+texts. Only this module handles gates, weights, members that sit out, masks and normalizers.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,30 +20,31 @@ from .listed_ids import UNKNOWN, ListedIds
 
 
 class Reader(Protocol):
-    """Gives what members say at the positions of a step."""
+    """Provides the members' logits at the positions of a step."""
 
     def sitting_out(self) -> Mapping[int, Sequence[int]]:
-        """For each member, the positions at which it cannot speak."""
+        """For each member, the positions at which it sits out."""
 
     def read(self, needed: Tensor) -> list[Tensor | None]:
         """Run the members that are needed. A step with a gate asks for this member first, and then for all.
 
         Args:
-            needed: At which positions which member is needed, of shape `(num_positions, num_members)`, on the CPU.
+            needed: Whether each member is needed at each position, of shape `(num_positions, num_members)`, on the
+                CPU.
 
         Returns:
             Each member's logits in float32 on the mixing device, of shape `(num_positions, vocab_size)`; None if it is
-            needed nowhere. Where it is not needed they have no meaning.
+            needed nowhere. At positions where it is not needed, they have no meaning.
         """
 
     def losing_space(self) -> list[int]:
-        """The positions at which a text begins, where entries of some members have lost a leading space."""
+        """The positions at the beginning of a text, where some members' entries have lost a leading space."""
 
     def normalizers(self) -> Mapping[int, Tensor | None]:
-        """Of members whose rows hold few entries: logsumexp of all their logits, of shape `(num_positions,)`, or None."""
+        """For members that send few entries, logsumexp of all their logits, of shape `(num_positions,)`, or None."""
 
     def where(self, position: int) -> str:
-        """Where a position is, for errors: "in row 0 at step 1"."""
+        """The place of a position, for errors: "in row 0 at step 1"."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,16 @@ class Fused:
     Attributes:
         logprobs: Fused log-probabilities, of shape `(num_positions, union_size)` if the decision is made over the union
             vocabulary, else `(num_positions, primary_vocab_size)`.
-        normalizers: Logsumexp of every member's logits, of shape `(num_positions, num_members)`; 0 where a member takes
-            no part. NaN or infinite where a member's logits are.
+        normalizers: Logsumexp of every member's logits, of shape `(num_positions, num_members)`; 0 if a member takes
+            no part; NaN or infinite if its logits are.
         weights: The weights of this step, of the same shape, on the mixing device.
         plan: The same on the CPU.
-        needed: At which positions which member takes part, of the same shape, on the CPU.
+        needed: Whether each member takes part at each position, of the same shape, on the CPU.
         closed: Positions at which a gate decided alone; None without a gate.
         logits: Each member's logits, as they were mixed.
         whole: Log-probabilities of the weighted mean of the members' whole distributions, over the primary's ids; None
-            where nothing constrains the choice or the method proposes all.
-        starts: Positions at which a text begins, where entries of some members have lost a leading space.
+            if nothing constrains the choice, or the method proposes everything.
+        starts: Positions at the beginning of a text, where some members' entries have lost a leading space.
     """
 
     logprobs: Tensor
@@ -92,11 +93,11 @@ class FusedStep:
     Args:
         members: The members; the first is the primary.
         method: The method, made for these members.
-        is_wide: Whether columns of the union vocabulary are wanted, where the method has them; else all are folded onto
-            the primary's ids.
+        is_wide: Whether to return columns of the union vocabulary, if the method has them; otherwise all are folded
+            onto the primary's ids.
         gate: The gate member's number and its threshold; None for no gate.
-        draws: Draws the one member that decides at each position, with the weights; None where several decide.
-        captures: Whether mixing runs through CUDA graphs, of which there is one for each number of positions.
+        draws: Draws, by the weights, the one member that decides at each position; None if several decide.
+        captures: Whether mixing runs through CUDA graphs, one for each number of positions.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class FusedStep:
         self._width = members[0].vocab_size
         self._gate = gate
         self._draws = draws
-        self._alone = torch.eye(len(members))  # the weights where one member decides
+        self._alone = torch.eye(len(members))  # the weights if one member decides
         self._captures = captures
         self._listed: dict[int, ListedIds] = {}
         self._mixes: dict[int, Callable[[Sequence[Tensor | None], Tensor], Mixed]] = {}
@@ -123,19 +124,19 @@ class FusedStep:
 
     @property
     def follows_weights(self) -> bool:
-        """Whether who is needed follows from the weights alone, so that it is known before the step."""
+        """Whether the weights alone determine which members are needed, so that this is known before the step."""
         return self._gate is None and self._draws is None
 
     def _mixed(
         self, logits: Sequence[Tensor | None], weights: Tensor, starts: Sequence[int], is_whole: bool = False
     ) -> Mixed:
-        """Fuse positions, each by the method as it is there.
+        """Fuse positions, using the method for the beginning of a text where one begins.
 
         Args:
             logits: As for `TokenMethod.mix`.
             weights: As for `TokenMethod.mix`.
             starts: Positions at which a text begins.
-            is_whole: Whether to average whole distributions in place of what the method does.
+            is_whole: Whether to average whole distributions instead of using the method.
         """
 
         def mix(method: TokenMethod, some: Sequence[Tensor | None], weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +152,7 @@ class FusedStep:
         weights: Tensor,
         starts: Sequence[int],
     ) -> tuple[Tensor, ...]:
-        """Fuse positions by the method as it is anywhere, and those at which a text begins as it is there."""
+        """Fuse most positions by the method, and the beginnings of texts by its variant for them."""
         if not starts:
             return fuse(self.method, logits, weights)
         if len(starts) == len(weights):
@@ -167,7 +168,7 @@ class FusedStep:
 
     @property
     def listed(self) -> ListedIds:
-        """Which of the primary's columns members' ids count for."""
+        """Maps the members' ids to the primary's columns."""
         return self._listed_ids(self.method)
 
     def _listed_ids(self, method: TokenMethod) -> ListedIds:
@@ -191,12 +192,12 @@ class FusedStep:
         Args:
             reader: Gives the members' logits.
             weights: Mixing weights of each position, of shape `(num_positions, num_members)`, on the CPU.
-            deciding: Positions at which something is chosen. Default: all.
-            is_constrained: Whether something may leave none of what is proposed: then the mean of the members' whole
+            deciding: Positions that make a choice. Default: all.
+            is_constrained: Whether constraints may allow none of the proposals; if so, the mean of the members' whole
                 distributions is computed too, for a method that proposes few.
 
         Raises:
-            MemberError: If the gate member gave NaN or infinite logits. Others show in `is_not_finite`.
+            MemberError: If the gate member returned NaN or infinite logits. For other members, see `is_not_finite`.
         """
         plan, closed = self._plan(reader, weights, deciding)
         needed = plan != 0
@@ -210,7 +211,7 @@ class FusedStep:
                 logits[index] = None
             elif not everywhere[index]:
                 is_partial = True
-                # What a member says where it takes no part must not count, not even as NaN.
+                # Logits of a member that takes no part must not count, not even as NaN.
                 logits[index] = one.masked_fill(there[:, index, None] == 0, 0.0)
         if logits[0] is None:
             # So EOS is written as the primary's first EOS id.
@@ -237,13 +238,13 @@ class FusedStep:
         )
 
     def folded(self, rows: Tensor) -> Tensor:
-        """Fold rows over the union vocabulary onto the primary's ids; others as they are."""
+        """Fold rows over the union vocabulary onto the primary's ids; leave others unchanged."""
         if rows.shape[-1] == self._width:
             return rows
         return fold(rows, self.method.first_ids_beyond_primary, self._width)
 
     def entry(self, column: int) -> tuple[list[int], bytes]:
-        """The primary's ids that write an entry, none where it cannot, and the bytes that the entry writes.
+        """Return the primary's ids that write an entry (none if it cannot), and the entry's bytes.
 
         Args:
             column: An id of the primary, or a union id of what only another member has.
@@ -253,7 +254,7 @@ class FusedStep:
         return self.method.union.continuation(column, 0) or [], self.method.union.entry(column)
 
     def _plan(self, reader: Reader, weights: Tensor, deciding: Sequence[int] | None) -> tuple[Tensor, set[int] | None]:
-        """The weights of every position once it is known who decides there, and the positions that a gate closed."""
+        """The final weights of every position, and the positions where a gate closed."""
         plan = weights
         sitting_out = reader.sitting_out()
         for index, positions in sitting_out.items():
@@ -263,7 +264,7 @@ class FusedStep:
             return plan, None
         deciding = list(range(len(plan)) if deciding is None else deciding)
         if len(deciding) < len(plan) and not (self.follows_weights and deciding):
-            # Where nothing is chosen nobody is needed; the primary stands there, so that there is something to mix.
+            # Without a choice, no member is needed; the primary stands in, so that there is something to mix.
             idle = torch.ones(len(plan), dtype=torch.bool)
             idle[deciding] = False
             plan = torch.where(idle[:, None], self._alone[0], plan)
@@ -307,8 +308,8 @@ class FusedStep:
         Args:
             logits: Each member's, as they were mixed.
             weights: Of shape `(num_positions, num_members)`, on the mixing device.
-            listing: Members of which these are log-probabilities, of few ids. An id that nobody knows more of has the
-                probability `UNKNOWN`.
+            listing: Members that give log-probabilities of few ids. An id that no member lists has the probability
+                `UNKNOWN`.
             starts: Positions at which a text begins.
 
         Returns:
@@ -333,7 +334,7 @@ class FusedStep:
         return self._by_place(of_listed, logits, shares, starts)[0]
 
     def _there(self, plan: Tensor) -> Tensor:
-        """The weights on the mixing device; those that stay are sent once."""
+        """The weights on the mixing device; fixed weights are sent once."""
         if self._sent is None or self._sent[0] is not plan:
             self._sent = plan, sent(plan, self.method.device)
         return self._sent[1]
@@ -350,22 +351,22 @@ def without_member(plan: Tensor, member: int, positions: Sequence[int]) -> Tenso
     kept = plan.clone()
     kept[list(positions), member] = 0.0
     before, after = plan.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)
-    # Where some are negative they are no shares of anything, and stay as given.
+    # If some are negative, they are not shares, and stay as given.
     is_share = (plan >= 0).all(-1, keepdim=True) & (after > 0)
     kept = torch.where(is_share, kept * before / after, kept)
-    # Where nobody else has a weight, the primary goes on until the member can.
+    # If no other member has a weight, the primary decides until the member can.
     kept[(kept == 0).all(-1), 0] = 1.0
     return kept
 
 
 def with_known(normalizers: Tensor, known: Mapping[int, Tensor | None], weights: Tensor) -> Tensor:
-    """Put in the normalizers of members whose rows held few entries.
+    """Fill in the normalizers of members that sent few entries.
 
-    Where a member's is not known, the weighted mean of the others' stands for it, 0 if there is none.
+    An unknown normalizer becomes the weighted mean of the others', or 0 if there is none.
 
     Args:
         normalizers: Of shape `(num_positions, num_members)`.
-        known: By number of member, of shape `(num_positions,)` each, or None.
+        known: By member index, of shape `(num_positions,)` each, or None.
         weights: The weights of the step, of shape `(num_positions, num_members)`.
     """
     normalizers = normalizers.clone()
@@ -382,6 +383,6 @@ def with_known(normalizers: Tensor, known: Mapping[int, Tensor | None], weights:
 
 
 def sent(numbers: Any, device: torch.device) -> Tensor:
-    """Numbers of the host, on a device, without waiting for what the device does."""
-    there = torch.as_tensor(numbers).contiguous()  # rows that repeat one are no memory to be pinned
+    """Values of the host, copied to a device without waiting for it."""
+    there = torch.as_tensor(numbers).contiguous()  # expanded rows cannot be pinned
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)

@@ -1,4 +1,4 @@
-"""The weights of every step of one call: for all rows, for each row, or decided step by step."""
+"""The weights of every step of one call: for all rows, per row, or decided step by step."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -11,17 +11,18 @@ from ..config import normalize_weights
 from ..errors import ConfigurationError
 
 WeightsLike: TypeAlias = Sequence[float] | Sequence[Sequence[float]] | Tensor | Callable[[int, Tensor], Any]
-"""One weight per member; one such list per prompt; or a function of the step (from 0) and the ids so far that gives
-either."""
+"""One weight per member; one such list per prompt; or a function of the step (from 0) and the ids so far that returns
+either.
+"""
 
 
 class StepWeights:
     """Every row's mixing weights at every step.
 
     Args:
-        weights: See `WeightsLike`; None gives every member the same.
+        weights: See `WeightsLike`; None for equal weights.
         num_members: Number of members.
-        as_given: Whether negative ones are allowed, and none is scaled to sum 1.
+        as_given: Whether weights may be negative and are not scaled to sum to 1.
 
     Raises:
         ConfigurationError: If there is not one weight per member, or one is not allowed.
@@ -41,18 +42,18 @@ class StepWeights:
         return set((self._rows != 0).any(0).nonzero()[:, 0].tolist())
 
     def is_only(self, member: int) -> bool:
-        """Whether this member decides alone, as it would by itself."""
+        """Whether this member has all the weight."""
         if self.participants != {member}:
             return False
         return not self._as_given or (self._rows is not None and bool((self._rows[:, member] == 1).all()))
 
     @property
     def num_rows(self) -> int:
-        """How many rows weights were given for; 1 if they are the same for all."""
+        """Number of rows with given weights; 1 if they are the same for all."""
         return 1 if self._rows is None else len(self._rows)
 
     def expand(self, num_prompts: int, copies: int) -> None:
-        """Set how many rows there are: `num_prompts` prompts, each `copies` times.
+        """Set the number of rows: `num_prompts` prompts, each `copies` times.
 
         Raises:
             ConfigurationError: If weights were given for another number of prompts.
@@ -63,7 +64,7 @@ class StepWeights:
 
     @property
     def fixed(self) -> Tensor:
-        """The weights of all rows where they are not decided step by step, of shape `(num_rows, num_members)`."""
+        """The weights of all rows, if they are not decided step by step, of shape `(num_rows, num_members)`."""
         assert self._rows is not None
         return self._rows
 
@@ -73,7 +74,7 @@ class StepWeights:
         return self._rows is None
 
     def of_prompts(self, prompts: Sequence[int]) -> "StepWeights":
-        """Those of some of the prompts, once the number of prompts is set."""
+        """Return the weights of some prompts, once the number of prompts is set."""
         twin = copy.copy(self)
         twin._num_prompts, twin._copies = len(prompts), 1
         if self._rows is not None:
@@ -81,18 +82,18 @@ class StepWeights:
         return twin
 
     def join(self, other: "StepWeights") -> None:
-        """Let the rows of others stand after these; neither are decided step by step."""
+        """Append the rows of other weights; neither are decided step by step."""
         self._rows = torch.cat([self.fixed, other.fixed])
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Let row n have the weights of what was row `rows[n]`; the others end."""
+        """Let row n have the weights of former row `rows[n]`; the others end."""
         self._rows = self.fixed[list(rows)]
 
     def at(self, step: int, input_ids: Tensor) -> Tensor:
         """The weights of a step, of shape `(batch_size, num_members)`, on the CPU; the same tensor if nothing changes.
 
         Args:
-            step: Number of steps before it.
+            step: Number of earlier steps.
             input_ids: All ids so far, of shape `(batch_size, length)`.
         """
         if self._rows is not None:

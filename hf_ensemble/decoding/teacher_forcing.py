@@ -13,21 +13,21 @@ from ..vocabulary.context import MemberContext
 from ..vocabulary.token_bytes import NO_TOKEN
 
 _MAX_LOGITS = 2**26
-"""Most logits of one member that are held at once."""
+"""Largest number of logits of one member to hold at once."""
 
 _MAX_MIXED = 2**24
-"""Most columns that are worked on at once, which takes several times that much."""
+"""Largest number of columns to work on at once, which takes several times as much memory."""
 
 _MAX_BRANCH_IDS = 2**13
-"""Most cached ids that branches hold at once: every branch has a copy of the cache before it."""
+"""Largest number of cached ids in branches at once: every branch copies the cache before it."""
 
 
 @dataclass(frozen=True)
 class ForcedText:
     """What a member reads at every step of one row.
 
-    At step t that is `trunk[: shared[t]] + tails[t]`. Most tails are empty; the others are where the member cuts the
-    text so far in another way than it does later on.
+    At step t that is `trunk[: shared[t]] + tails[t]`. Most tails are empty. The others occur where the member cuts the
+    text so far differently than it does later.
     """
 
     trunk: list[int]
@@ -38,7 +38,7 @@ class ForcedText:
 
     @classmethod
     def of_ids(cls, prompt: Sequence[int], continuation: Sequence[int]) -> "ForcedText":
-        """Read ids as they are: a step before each id of the continuation.
+        """Read ids unchanged, with a step before each id of the continuation.
 
         Args:
             prompt: Ids of the prompt.
@@ -51,7 +51,7 @@ class ForcedText:
 
     @classmethod
     def of_context(cls, context: MemberContext, written: Sequence[bytes]) -> "ForcedText":
-        """Let a context follow what the steps write; it is changed.
+        """Let a context follow the steps; it is changed in place.
 
         Args:
             context: The member's context after the prompt.
@@ -62,7 +62,7 @@ class ForcedText:
         ids = list(context.ids)
         for data in written:
             num_same = context.write(data)
-            # Only the last steps have read ids that are others now.
+            # Only the last steps have read ids that have changed since.
             for step in reversed(range(len(shared))):
                 if shared[step] <= num_same:
                     break
@@ -82,7 +82,7 @@ class ForcedText:
 
     @property
     def longest(self) -> int:
-        """The number of ids in the longest context; 0 where there is no step."""
+        """The number of ids in the longest context; 0 without steps."""
         return max((n + len(tail) for n, tail in zip(self.shared, self.tails, strict=True)), default=0)
 
     def context(self, step: int) -> list[int]:
@@ -103,7 +103,7 @@ class ForcedMember:
         self._texts = texts
         self._live = [row for row, text in texts.items() if text.num_steps]
         self._logits: list[Tensor] = []
-        # Of each row and step: the part of `_logits`, the row of that part, and where in it, counted from its end.
+        # For each row and step: the part of `_logits`, its row in that part, and its position, counted from the end.
         self._place_of: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def advance(self, start: int, stop: int) -> None:
@@ -127,7 +127,7 @@ class ForcedMember:
             if self._texts[row].tails[step] and not self._texts[row].sits_out[step]
         ]
         if branches and not self._state.caches.can_be_cut:
-            # States that cannot be cut follow the text as it grows.
+            # States that cannot be cut follow the growing text.
             for step in range(start, stop):
                 self._run_rows(step, step + 1)
             return
@@ -160,7 +160,7 @@ class ForcedMember:
 
     @cached_property
     def _state(self) -> MemberState:
-        """The state of the live rows; a prompt that several of them have is run once."""
+        """The state of the live rows; a shared prompt runs once."""
         first = [self._texts[row].context(0) for row in self._live]
         distinct = list(map(list, dict.fromkeys(map(tuple, first))))
         # To read a lone BOS in every row takes less than a pass of its own.
@@ -172,14 +172,14 @@ class ForcedMember:
         return state
 
     def _run_rows(self, start: int, stop: int) -> None:
-        """Bring every row to its last step here, and take the logits of the others on the way."""
+        """Bring every row to its last step here, and collect the logits of the other steps on the way."""
         wanted, places = [0] * len(self._live), []
         for place, row in enumerate(self._live):
             text = self._texts[row]
             steps = range(start, min(stop, text.num_steps))
             if steps:
                 ids = self._state.contexts[place].ids = text.context(steps[-1])
-                # A row of no id is no input for a model.
+                # A model cannot run a row without ids.
                 ends = [*(max(1, text.shared[step]) for step in steps[:-1]), len(ids)]
                 for step, end in zip(steps, ends, strict=True):
                     self._place_of[row, step] = len(self._logits), place, end - len(ids) - 1
@@ -198,7 +198,7 @@ class ForcedMember:
 def advance_by_blocks(
     members: Sequence[ForcedMember], num_steps: Sequence[int], width: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """Advance members side by side along their texts, so far at once as memory allows.
+    """Advance members side by side along their texts, as far at once as memory allows.
 
     Args:
         members: The members, at the start of their texts.
@@ -221,13 +221,13 @@ def advance_by_blocks(
 
 
 class OwnLogProbs:
-    """Turns a member's logits into log-probabilities over its own ids, in float32; an id without a token has none.
+    """Turns a member's logits into log-probabilities over its own ids, in float32; ids without a token are left out.
 
-    Where a row of logits holds NaN or `inf`, or nothing but `-inf`, the row of log-probabilities has the maximum NaN.
+    If a row of logits contains NaN or `inf`, or only `-inf`, the maximum of its log-probabilities is NaN.
 
     Args:
         member: The member.
-        over_all_ids: Whether ids without a token have a share too, as they do when the member decodes by itself.
+        over_all_ids: Whether to include ids without a token, as when the member decodes by itself.
     """
 
     def __init__(self, member: Member, over_all_ids: bool = False):

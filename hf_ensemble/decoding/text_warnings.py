@@ -1,4 +1,4 @@
-"""Warnings, once each, of what was written or read and is not all that it seems."""
+"""Warnings, each given once, about text that was written or read inexactly."""
 
 from collections.abc import Collection, Mapping
 
@@ -8,7 +8,7 @@ from ..members.state import MemberState
 
 
 def warn_of_losses(states: Mapping[int, MemberState], warned: set[int]) -> None:
-    """Warn once of every member whose view of the text has lost something.
+    """Warn once about every member whose view of the text has lost something.
 
     Args:
         states: The states of the running members, by member index.
@@ -24,11 +24,11 @@ def warn_of_losses(states: Mapping[int, MemberState], warned: set[int]) -> None:
 
 
 def warn_of_control(primary: Member, primary_id: int, end_ids: Collection[int], warned: set[int]) -> None:
-    """Warn once of a control token that was written and does not end the row.
+    """Warn once about a control token that was written and does not end the row.
 
     Args:
         primary: The primary.
-        primary_id: What was written.
+        primary_id: The id that was written.
         end_ids: The primary's ids that end a text.
         warned: Ids that have been warned of; changed in place.
     """

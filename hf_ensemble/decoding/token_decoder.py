@@ -1,4 +1,4 @@
-"""One call that decides token by token: fuse, settle, select, and follow what was written."""
+"""One call that decides token by token: fuse, settle, select, and follow the text."""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -24,29 +24,29 @@ from .step import Fused, FusedStep, sent
 class TokenDecoder:
     """Turns the primary's logits of every step into the ensemble's, for the rows of one `generate` call.
 
-    Every step goes: `fuse` (fused log-probabilities of every row), `settle` where constraints act on few proposals,
-    `select` where the decision is made over the union vocabulary, `run_ahead` (the primary's next step starts where that
-    can be), then `receive` (the chosen ids reach the host, in one transfer, and every member's context follows the text).
-    A GPU waits for all that is launched before `run_ahead`: what can be found out later is.
+    The phases of a step are: `fuse` (fused log-probabilities of every row), `settle` if constraints act on few
+    proposals, `select` if the decision is over the union vocabulary, `run_ahead` (the primary's next step starts, if
+    possible), and `receive` (the chosen ids reach the host in one transfer, and every member's context follows the
+    text). A GPU waits for everything launched before `run_ahead`, so checks that can run later do.
 
     Args:
-        call: What the call works with; its weights are expanded to the rows.
+        call: The call; its weights are expanded to the rows.
         method: The method, made for its members.
         prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
         prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
-        end_ids: The primary's ids that end a text, and others of which no warning is wanted when they are written.
+        end_ids: The primary's ids that end a text, and others that cause no warning when they are written.
         is_wide: Whether the decision is made over the union vocabulary.
-        constraints: The processors that are no warpers, between `fuse` and `settle`.
-        runs_primary: Whether the primary runs here, where it is needed, instead of in the decoding loop at every step.
+        constraints: The processors that are not warpers, between `fuse` and `settle`.
+        runs_primary: Whether the primary runs here when needed, instead of in the decoding loop at every step.
         keep_rows: Whether to keep the rows of `scores` and `logits` that `generate` returns.
-        recorder: What records the decisions; None if nothing does.
-        max_new_tokens: Most ids that a row can take, where that is known.
+        recorder: Records the decisions; None for no records.
+        max_new_tokens: Largest number of ids that a row can take, if known.
 
     Attributes:
         rows: The rows, and the members' states of them.
-        faults: Rows that had to end at this step, and why, where others go on; else this is raised.
-        is_constrained: Whether something acts between `fuse` and `settle` that may leave none of what is proposed.
-        logits_rows, scores_rows: What was kept: rows over the primary's ids, before and after the processors.
+        faults: Rows that had to end at this step, and why, if others continue; otherwise the error is raised.
+        is_constrained: Whether constraints act between `fuse` and `settle` and may allow none of the proposals.
+        logits_rows, scores_rows: The kept rows over the primary's ids, before and after the processors.
     """
 
     kind_of_rows = LiveRows
@@ -87,7 +87,7 @@ class TokenDecoder:
         self._max_new: float = max_new_tokens
         self.faults: dict[int, MemberError] = {}
         self._keeps_rows = keep_rows
-        # Without an id that ends a text the stock loop writes on in every row until all rows are done.
+        # Without an id that ends a text, the stock loop continues every row until all rows are done.
         self._writes_on = call.settings is not None and not end_ids_of(call.settings)
         self._recorder = recorder
         self._keeps_fused = recorder is not None
@@ -100,7 +100,7 @@ class TokenDecoder:
         self._progress = [RowProgress() for _ in range(len(prompt_ids))]
         self._num_primary_forwards = 0
         self._recorded: Fused | None = None
-        self._fused: Fused | None = None  # where members list few ids, which are asked for others afterwards
+        self._fused: Fused | None = None  # for members that list few ids and are asked for others afterwards
         self._proposals: Proposals | None = None
         self._normalizers: Tensor | None = None
         self._queued: list[int] = []
@@ -124,7 +124,7 @@ class TokenDecoder:
 
     @property
     def share_ensembled(self) -> list[float]:
-        """For each row, the share of its choices so far that were not a gate's alone."""
+        """For each row, the share of its choices so far that no gate made alone."""
         return [row.num_ensembled / max(row.num_decided, 1) for row in self._progress]
 
     # Fusing
@@ -134,15 +134,15 @@ class TokenDecoder:
 
         Args:
             scores: The primary's logits of shape `(batch_size, primary_vocab_size)`.
-            add_level: Whether to add the members' weighted logsumexp, on which penalties depend: not in beam search, which
-                hands on log-probabilities, nor where the primary alone decides, whose logits stay as they are.
+            add_level: Whether to add the members' weighted logsumexp, on which penalties depend: not in beam search,
+                which passes on log-probabilities, nor if the primary alone decides, whose logits stay unchanged.
 
         Returns:
             Fused log-probabilities, plus that logsumexp if it is added, in float32, of shape `(batch_size, union_size)` if the
             decision is made over the union vocabulary, else `(batch_size, primary_vocab_size)`.
 
         Raises:
-            MemberError: If a member fails, or the gate member gave NaN or infinite logits.
+            MemberError: If a member fails, or the gate member returned NaN or infinite logits.
         """
         self._num_primary_forwards += 1
         live = self.rows.live
@@ -177,7 +177,7 @@ class TokenDecoder:
             scores: The primary's log-probabilities, of shape `(batch_size, primary_vocab_size)`.
 
         Raises:
-            MemberError: If a member fails, gave NaN or infinite logits, or has no position left.
+            MemberError: If a member fails, returned NaN or infinite logits, or has no position left.
         """
         self.follow_beams(input_ids)
         fused = self.fuse(scores, add_level=False)
@@ -185,11 +185,11 @@ class TokenDecoder:
         return fused
 
     def settle(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Let the proposals decide alone wherever the processors have left some of them.
+        """Let the proposals decide alone in rows where the processors allow some of them.
 
         Args:
             input_ids: All ids so far, of shape `(batch_size, length)`.
-            scores: What the processors made of what `fuse` gave, of shape `(batch_size, primary_vocab_size)`.
+            scores: The result of `fuse` after the processors, of shape `(batch_size, primary_vocab_size)`.
 
         Returns:
             Scores of the same shape.
@@ -204,7 +204,7 @@ class TokenDecoder:
         return settled
 
     def settle_with(self, scores: Tensor, raised: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The same as `settle`, given which ids an option raises; and the log-probabilities that were decided on.
+        """The same as `settle`, given which ids an option raises; also returns the log-probabilities of the decision.
 
         All are of shape `(batch_size, primary_vocab_size)`.
         """
@@ -219,15 +219,16 @@ class TokenDecoder:
     # Choosing
 
     def select(self, scores: Tensor, do_sample: bool | Sequence[bool]) -> Tensor:
-        """Choose each row's entry, and hand out its first id or the next one of the entry that it is writing.
+        """Choose each row's entry, and return its first id, or the next id of the entry in progress.
 
         Args:
-            scores: Processed scores, as `fuse` gave them.
-            do_sample: Whether to draw from the softmax of `scores`, in all rows or in each; else the best is taken.
+            scores: Processed scores from `fuse`.
+            do_sample: Whether to draw from the softmax of `scores`, for all rows or per row; otherwise the best is
+                taken.
 
         Returns:
-            Scores over the primary's ids: where the decision was made here, over the union vocabulary or by draws of the
-            row's own, 0 for the id to write and `-inf` elsewhere.
+            Scores over the primary's ids. If the decision was made here, over the union vocabulary or by the row's own
+            draws, they are 0 for the id to write and `-inf` elsewhere.
         """
         next_ids = [self._progress[row].to_write[0] for row in self._queued]
         if self._queued and len(self._queued) == len(self.rows.live):
@@ -246,7 +247,8 @@ class TokenDecoder:
         self._selected_from = scores
         draws = [do_sample] * len(scores) if isinstance(do_sample, bool) else do_sample
         if any(draws) or self._keeps_rows:
-            # A row with nothing left, or NaN, is reported when the host next looks; until then it gets harmless scores.
+            # A row with nothing left, or with NaN, is reported at the next host check; until then it gets harmless
+            # scores.
             scores = scores.masked_fill(_is_empty(scores)[:, None], 0.0)
         if not self.is_wide and not (any(draws) and self._draws.are_seeded):
             return scores
@@ -268,7 +270,7 @@ class TokenDecoder:
         return one_hot
 
     def _drawing(self, draws: Sequence[bool]) -> list[int | None]:
-        """The rows for which something is drawn, each at its place."""
+        """The rows that are sampled, each at its index."""
         drawing = set(self.rows.live) - set(self._queued)
         return [row if draw and row in drawing else None for row, draw in enumerate(draws)]
 
@@ -277,7 +279,7 @@ class TokenDecoder:
         return rows.scatter_(1, ids[:, None], 0.0)
 
     def check_finite(self) -> None:
-        """Raise if a member gave NaN or infinite logits in this step, at the cost of a synchronisation.
+        """Raise if a member returned NaN or infinite logits in this step, at the cost of a synchronisation.
 
         Raises:
             MemberError: If one did.
@@ -294,7 +296,7 @@ class TokenDecoder:
             num_beams: Number of beams.
 
         Returns:
-            `scores`, among which `generate` itself chooses.
+            `scores`, from which `generate` itself chooses.
 
         Raises:
             MemberError: If so.
@@ -306,7 +308,7 @@ class TokenDecoder:
         return scores
 
     def _check_members(self, is_not_finite: Sequence[int]) -> None:
-        """Raise if a member's logits are not finite in a live row. The flags are row by row, a member each."""
+        """Raise if a member's logits are not finite in a live row. The flags have one column per member."""
         count = len(self.members)
         for row in self.rows.live:
             for index, member in enumerate(self.members):
@@ -314,7 +316,7 @@ class TokenDecoder:
                     self._fault(row, member.not_finite(self.rows.where(row)))
 
     def _fault(self, row: int, error: MemberError) -> None:
-        """A row has to end: so does the call."""
+        """End the row, and with it the call."""
         raise error
 
     # Following the text
@@ -345,7 +347,7 @@ class TokenDecoder:
             `done`, and the rows in which a member has no position left.
 
         Raises:
-            MemberError: If a member gave NaN or infinite logits, or every entry of a row was filtered out.
+            MemberError: If a member returned NaN or infinite logits, or every entry of a row was filtered out.
         """
         self._input_ids = input_ids
         last = input_ids[:, -1]
@@ -382,7 +384,7 @@ class TokenDecoder:
         return done
 
     def _may_run_ahead(self, num_more: int) -> bool:
-        """Whether who is needed at the next step is known before it, and there is one, so many steps from now."""
+        """Whether there is a next step, and the members it needs are already known."""
         return (
             self._step.follows_weights
             and not self.call.weights.varies
@@ -397,7 +399,7 @@ class TokenDecoder:
             input_ids: All ids so far, of shape `(batch_size, length)`.
 
         Returns:
-            False if the ids are no continuation of those of the last step.
+            False if the ids do not continue those of the last step.
 
         Raises:
             MemberError: If a member has no position left.
@@ -424,7 +426,7 @@ class TokenDecoder:
         return True
 
     def _follow(self, row: int, primary_id: int, chosen: int) -> None:
-        """Let one row's contexts follow an id: at once, or when the entry that it belongs to is complete."""
+        """Let one row's contexts follow an id, at once or when its entry is complete."""
         entry = self._progress[row]
         if not entry.to_write and chosen >= self._width:
             ids, entry.data = self._step.entry(chosen)
@@ -436,7 +438,7 @@ class TokenDecoder:
                 self.rows.write_bytes(row, entry.data)
             return
         if entry.to_write:
-            # Somebody wrote another id than the one that was due: what was written of the entry stands as it is.
+            # Another id was written than the one that was due: the part of the entry written so far stays.
             for written in entry.written:
                 self.rows.write_bytes(row, self.members[0].encoder.token_bytes.write([written]))
             entry.to_write.clear()

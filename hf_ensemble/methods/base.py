@@ -1,4 +1,4 @@
-"""What every token-level method works with: index maps on the device, and the one thing it computes."""
+"""What all token-level methods share: index maps on the device, and the base class with `mix`."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -24,14 +24,14 @@ EosIds = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Mixed:
-    """What a method makes of one step.
+    """The result of one step.
 
     Attributes:
         logprobs: Fused log-probabilities, of shape `(batch_size, union_size)` for a method that decides over the union
             vocabulary, else `(batch_size, primary_vocab_size)`.
         normalizers: Logsumexp of every member's logits, of shape `(batch_size, num_members)`; 0 for members that gave
-            none. NaN or infinite where a member's logits are. The caller weighs them with the mixing weights: a method
-            that mixes with others scales them accordingly.
+            no logits. NaN or infinite if a member's logits are. The caller multiplies them by the mixing weights, so a
+            method that mixes with different weights scales them accordingly.
     """
 
     logprobs: Tensor
@@ -45,13 +45,13 @@ class MemberMaps:
         union: The union vocabulary of the members.
         index: Number of the member; 0 is the primary.
         eos_ids: Its ids that end a text.
-        device: Where the maps are put.
+        device: Device of the maps.
 
     Attributes:
         mask: 0 for ids that take part and `-inf` for the others, of shape `(vocab_size,)`.
         takes_all: Whether all ids take part.
         eos_ids: Its EOS ids that are control tokens, of shape `(num_eos,)`.
-        duplicates: Its ids that stand for the same entry; EOS, which has its first EOS id, included.
+        duplicates: Its ids that write the same entry, including EOS, which is its first EOS id.
         to_union: Union id of each id, of shape `(vocab_size,)`; `union_size` for EOS, -1 for ids that take no part.
         from_union: Id of each union entry, -1 for none, of shape `(union_size + 1,)`; the last is its first EOS id.
         first_id: First id that writes each union entry, -1 for none, of shape `(union_size + 1,)`.
@@ -73,7 +73,7 @@ class MemberMaps:
         text_ids = (kinds == TEXT).nonzero()[:, 0]
         canonical = own[to_union[text_ids]]
         is_duplicate = text_ids != canonical
-        # All EOS ids count as the first of them.
+        # All EOS ids count as the first EOS id.
         stands_for = torch.cat([canonical[is_duplicate], eos[:1].expand(len(eos[1:]))])
         canonical_ids, position = stands_for.unique(return_inverse=True)
         self.duplicates = Duplicates(torch.cat([text_ids[is_duplicate], eos[1:]]), canonical_ids, position)
@@ -85,13 +85,13 @@ class MemberMaps:
         self.from_union, self.first_id = torch.cat([own, first_eos]), torch.cat([first, first_eos])
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Set the logits of ids that take no part to `-inf`; `logits` itself where all take part."""
+        """Set the logits of ids that take no part to `-inf`; returns `logits` itself if all take part."""
         return logits if self.takes_all else logits + self.mask
 
     def read_from(self) -> Tensor:
-        """Where the logit of each union entry stands in a row of `readable`, of shape `(union_size + 1,)`; -1 for nowhere.
+        """The index of each union entry's logit in a row of `readable`, of shape `(union_size + 1,)`; -1 for no logit.
 
-        An entry that the member lacks has that of the first id that writes it, whatever else that id's entry has.
+        For an entry that the member lacks, it is the logit of the first id that writes it, unmerged.
         """
         first_row = len(self.mask) if self.duplicates.ids.numel() else 0
         first = torch.where(self.first_id >= 0, self.first_id + first_row, -1)
@@ -99,14 +99,14 @@ class MemberMaps:
 
     @cached_property
     def entry_ids(self) -> EntryIds:
-        """What a member has to know of the method to send its best entries."""
+        """What a member has to know about the method to send its best entries."""
         return EntryIds(self.mask, self.duplicates, self.eos_ids)
 
     def ids_read(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The ids whose logits stand at places of `readable`, or are summed up there.
+        """The ids whose logits are at, or summed into, positions of `readable`.
 
         Args:
-            rows: The places, as `read_from` gives them; -1 for none.
+            rows: The positions, as in `read_from`; -1 for none.
         """
         first_row = len(self.mask) if self.duplicates.ids.numel() else 0
         ids = []
@@ -122,48 +122,50 @@ class MemberMaps:
         return self.duplicates.by_canonical_id()
 
     def readable(self, logits: Tensor, merged: Tensor) -> Tensor:
-        """Rows of logits in which `read_from` finds those of every entry: merged, and, where that differs, as they are."""
+        """Rows of logits for `read_from`: the merged ones and, where they differ, the unmerged ones."""
         return logits if merged is logits else torch.cat([merged, logits], dim=-1)
 
 
 class TokenMethod(ABC):
-    """A token-level method for one set of members: turns their logits of a step into one distribution.
+    """A token-level method for one set of members. It turns their logits of a step into one distribution.
 
-    A subclass implements `mix` and says how assistants follow the text (`resync`) and whether columns beyond the
-    primary's vocabulary come back (`is_wide`); where it differs from the defaults, the other attributes too.
+    A subclass implements `mix`, and sets how assistants follow the text (`resync`) and whether the result has columns
+    beyond the primary's vocabulary (`is_wide`). It sets the other attributes if it differs from their defaults.
 
     Args:
         union: The union vocabulary of the members.
         eos_ids: For each member, the ids that end a text.
-        device: Where the primary's logits are.
+        device: Device of the primary's logits.
     """
 
     resync: Resync
     is_wide: bool
     is_capturable: bool = True
-    """Whether `mix` does the same kernels at every step, with no look at the host, so that a CUDA graph can hold it."""
+    """Whether `mix` runs the same kernels at every step and reads nothing on the host, so it can be a CUDA graph."""
     reads_first_ids: bool = False
     """Whether an entry that a member lacks counts as the first id with which it would write it."""
     starts_from_primary: bool = False
-    """Whether `mix` needs the primary's logits even where the primary's weight is 0."""
+    """Whether `mix` needs the primary's logits even if the primary's weight is 0."""
     num_entries: int | None = None
-    """Number of each member's best entries that `mix` reads, and the logits of what the others propose; None where it reads
-    whole rows."""
+    """Number of best entries per member that `mix` reads, along with the logits of the others' proposals. None: it
+    reads whole rows.
+    """
     proposes_few: bool = False
-    """Whether `mix` gives mass only to entries that members propose or that a cut-off leaves, so that constraints may leave
-    none of them."""
+    """Whether `mix` gives probability only to entries that members propose or that a cut-off keeps, so constraints may
+    allow none of them.
+    """
 
     def __init__(self, union: UnionVocabulary, eos_ids: EosIds, device: torch.device):
         self.union = union
         self.device = device
         self.maps = [MemberMaps(union, index, ids, device) for index, ids in enumerate(eos_ids)]
         self.captured_mixes: list[Captured] = []
-        """Graphs of `mix` that no call uses just now."""
+        """Graphs of `mix` that no call is using."""
         self.average: TokenMethod | None = None
-        """What averages the members' whole distributions beside this method; kept once it is made (`Gac.beside`)."""
+        """Averages the members' whole distributions beside this method; kept once created (`Gac.beside`)."""
 
         self.build_at_start: Callable[[], TokenMethod] | None = None
-        """Makes the same method for where a text begins; None where no member's entries differ there."""
+        """Creates the same method for the beginning of a text; None if no member's entries differ there."""
 
     @abstractmethod
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
@@ -171,7 +173,7 @@ class TokenMethod(ABC):
 
         Args:
             logits: Each member's logits in float32 on this method's device, of shape `(batch_size, vocab_size)`; None
-                for an assistant that takes no part in any row. The primary's are zeros where it takes no part.
+                for an assistant that takes no part in any row. The primary's are zeros if it takes no part.
             weights: Mixing weights of shape `(batch_size, num_members)`; every row sums to 1, unless the method takes
                 weights as given.
         """
@@ -185,7 +187,7 @@ class TokenMethod(ABC):
             normalizer: Logsumexp of all its logits, of shape `(batch_size,)`, where these are not all of them.
 
         Returns:
-            Of shape `(batch_size,)`; NaN where the logits hold NaN or `inf`.
+            Of shape `(batch_size,)`; NaN if the logits contain NaN or `inf`.
         """
         masked = self.masked(logits, member)
         best = merge_duplicates(masked, self.maps[member].duplicates).amax(-1)
@@ -194,11 +196,11 @@ class TokenMethod(ABC):
 
     @property
     def is_stale(self) -> bool:
-        """Whether something that the method was made of has changed, so that it has to be made again."""
+        """Whether something the method was built from has changed, so that it has to be built again."""
         return False
 
     def forget(self) -> None:
-        """Give back memory of what can be made again, when another method is used."""
+        """Free memory that can be rebuilt, when another method is used."""
         self.captured_mixes.clear()
         self.average = None
         if (at_start := vars(self).get("at_start")) is not None:
@@ -206,14 +208,14 @@ class TokenMethod(ABC):
 
     @cached_property
     def at_start(self) -> "TokenMethod":
-        """The same for members whose entries have lost a leading space, as they do where a text begins."""
+        """The same method for the beginning of a text, where some members' entries lose a leading space."""
         assert self.build_at_start is not None
         return self.build_at_start()
 
     @cached_property
     def first_ids_beyond_primary(self) -> Tensor:
-        """The first primary id of each union entry that is no entry of the primary."""
-        # Entries that the primary cannot write carry no mass, so where they fold to does not matter.
+        """The primary's first id for each union entry that the primary does not have."""
+        # Entries that the primary cannot write have no probability, so it does not matter where they fold to.
         return self.maps[0].first_id[self.union.primary_size : -1].clamp_min(0)
 
     @cached_property
@@ -227,12 +229,13 @@ class TokenMethod(ABC):
         takes_part: Tensor,
         contenders: Mapping[int, Mapping[int, Sequence[int]]],
     ) -> list[list[list[int]]]:
-        """Which ids of each member `mix` reads, where `num_entries` says that these are few.
+        """The ids of each member that `mix` reads, if `num_entries` limits them.
 
         Args:
-            logits: As for `mix`, of which the best `num_entries` entries of each row are enough.
+            logits: As for `mix`; the best `num_entries` entries of each row are enough.
             takes_part: Which members take part in which row, of shape `(batch_size, num_members)`.
-            contenders: By member and row, ids of further entries that it may propose once all their ids are known.
+            contenders: By member and row, ids of further entries that the member may propose once all their ids are
+                known.
 
         Returns:
             For each member and row the ids.
@@ -240,16 +243,16 @@ class TokenMethod(ABC):
         raise NotImplementedError
 
     def primary_ids(self, columns: Tensor) -> Tensor:
-        """The primary's id that each of some columns is written with first.
+        """The primary's first id for each of some columns.
 
         Args:
             columns: Union ids, of any shape.
 
         Returns:
-            Of the same shape; -1 for what the primary cannot write.
+            Of the same shape; -1 for entries that the primary cannot write.
         """
         first = self.maps[0].first_id[columns]
-        # EOS ids, the primary's control tokens, are no entries but stand under their own numbers.
+        # EOS ids are control tokens of the primary: not entries, but columns under their own numbers.
         return torch.where(columns < self.union.primary_size, columns, first)
 
     def taking_part(self, logits: Sequence[Tensor | None], normalizers: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -257,10 +260,10 @@ class TokenMethod(ABC):
 
         Args:
             logits: As for `mix`.
-            normalizers: Zeros of shape `(batch_size, num_members)`, in which every member's logsumexp is put.
+            normalizers: Zeros of shape `(batch_size, num_members)`, filled with every member's logsumexp.
 
         Yields:
-            Its number, and its logits with ids that take no part at `-inf`, of shape `(batch_size, vocab_size)`.
+            Its index, and its logits of shape `(batch_size, vocab_size)`, with `-inf` for ids that take no part.
         """
         for index, own in enumerate(logits):
             if own is not None:
@@ -276,7 +279,7 @@ class TokenMethod(ABC):
             member: Its number.
 
         Returns:
-            Of the same shape; `logits` itself where all ids take part.
+            Of the same shape; `logits` itself if all ids take part.
         """
         return self.maps[member].masked(logits)
 
@@ -301,7 +304,7 @@ class CapturedMix:
         weakref.finalize(self, unused.append, self._captured).atexit = False
 
     def __call__(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
-        """As `TokenMethod.mix`. The result is the caller's own."""
+        """As `TokenMethod.mix`. The result belongs to the caller."""
         return Mixed(*self._captured(*logits, weights))
 
 
@@ -318,15 +321,15 @@ def _captured_mix(method: TokenMethod) -> Captured:
 
 
 def versions_of(weights: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """What changes when somebody moves, casts, replaces or trains some weights; to be compared, no more."""
+    """A value that changes when weights are moved, cast, replaced or trained; only for comparison."""
     return [(w.data_ptr(), w.dtype, w.device, 0 if w.is_inference() else w._version) for w in weights]
 
 
 def eos_ids_of(members: Sequence[Member], primary_eos_ids: Sequence[int]) -> list[list[int]]:
-    """The ids that end a text for each member: those of the call for the primary, its own for an assistant.
+    """The ids that end a text for each member: the call's for the primary, an assistant's own for an assistant.
 
     Args:
         members: The members.
-        primary_eos_ids: Those of the call. Ids that the primary does not have are left out.
+        primary_eos_ids: The call's. Ids that the primary does not have are left out.
     """
     return [members[0].ids_with_row(primary_eos_ids), *(member.eos_token_ids for member in members[1:])]

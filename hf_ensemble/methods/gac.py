@@ -26,13 +26,14 @@ class GacConfig(GatedConfig):
     name: ClassVar[str] = "gac"
 
     space: Literal["linear", "log"] = "linear"
-    """`"linear"` averages probabilities. `"log"` sums log-probabilities, with weights as given, negative ones too."""
+    """`"linear"` averages probabilities. `"log"` sums log-probabilities, with weights as given, which may be negative.
+    """
 
     alpha: float | None = None
-    """With `space="log"`: entries that the primary gives less than `alpha` times its best are dropped."""
+    """With `space="log"`: drops entries to which the primary gives less than `alpha` times its best probability."""
 
     strategy: Literal["mixture_sampling"] | None = None
-    """`"mixture_sampling"`: one member, drawn with the weights, decides each token, and only it runs."""
+    """`"mixture_sampling"`: one member, drawn by the weights, decides each token, and only this member runs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +63,7 @@ class GacConfig(GatedConfig):
 
     @property
     def acts_on_one(self) -> bool:
-        """Whether it is more than the primary by itself even where that has all the weight: `alpha` drops entries."""
+        """Whether it changes anything if the primary has all the weight: `alpha` drops entries."""
         return self.alpha is not None
 
     def build(
@@ -88,8 +89,8 @@ class Gac(TokenMethod):
         Ensembling" (https://arxiv.org/abs/2406.12585).
 
     Relations:
-        UniTE mixes over the few best entries of each member instead of all, and needs no column for what only an
-        assistant has.
+        UniTE mixes over the few best entries of each member instead of all, and needs no columns for entries that only
+        an assistant has.
     """
 
     resync = "append"
@@ -116,7 +117,7 @@ class Gac(TokenMethod):
         normalizers = torch.zeros_like(weights)
         for index, member_logits in self.taking_part(logits, normalizers):
             maps = self.maps[index]
-            # One column more, which stays 0, is what an entry that the member lacks reads.
+            # Entries that the member lacks read one more column, which stays 0.
             probs = primary.new_zeros(batch_size, member_logits.shape[-1] + 1)
             torch.sub(member_logits, normalizers[:, index, None], out=probs[:, :-1])
             probs[:, :-1].exp_()
@@ -142,23 +143,23 @@ class Gac(TokenMethod):
 
     @cached_property
     def _columns(self) -> list[Tensor]:
-        """For each union entry the column of each member's probabilities to read, one past the last for none."""
+        """For each union entry, the column to read in each member's probabilities; one past the last for none."""
         return [torch.where(maps.from_union < 0, len(maps.mask), maps.from_union)[:-1] for maps in self.maps]
 
 
 class ProductOfExperts(TokenMethod):
     """Fuse `log q(x) = sum_i w_i log p_i(x) + const` over the entries x of the members that have a weight.
 
-    Weights are taken as given. A negative one turns a member into what the others are contrasted with; where it gives
-    nothing, it does not count. An entry that a member lacks has the log-probability of the first id that writes it.
-    Control tokens of the primary other than EOS take no part.
+    Weights are used as given. A negative weight contrasts the others with that member; for entries to which the member
+    gives no probability, it is ignored. An entry that a member lacks has the log-probability of the first id that
+    writes it. Control tokens of the primary other than EOS take no part.
 
     Args:
         union: The union vocabulary of the members.
         eos_ids: For each member, the ids that end a text.
         device: Where the primary's logits are.
         alpha: Plausibility cut-off: entries with less than `alpha` times the probability of the primary's best are
-            dropped. None: none is.
+            dropped. None: no cut-off.
 
     Reference:
         Li et al., "Contrastive Decoding: Open-ended Text Generation as Optimization"
@@ -166,7 +167,7 @@ class ProductOfExperts(TokenMethod):
         (https://arxiv.org/abs/2401.08565), for negative weights.
 
     Relations:
-        GaC averages probabilities: an entry needs one member that believes in it, here it needs all of them.
+        In GaC, an entry needs one member that believes in it; here it needs all of them.
     """
 
     resync = "append"
@@ -175,16 +176,16 @@ class ProductOfExperts(TokenMethod):
 
     def __init__(self, union: UnionVocabulary, eos_ids: EosIds, device: torch.device, alpha: float | None = None):
         super().__init__(union, eos_ids, device)
-        # The primary says what is plausible, whatever its weight.
+        # The primary decides what is plausible, whatever its weight.
         self.starts_from_primary = alpha is not None
         self.proposes_few = bool(alpha)
         self.alpha = alpha
         is_control = torch.as_tensor(union.encoders[0].token_bytes.kinds == CONTROL, device=device)
-        # EOS, the last, is always among what is chosen from; the primary's control tokens, which it is one of, are not.
+        # The last column, EOS, can always be chosen; the primary's other control tokens cannot.
         self._has = [functional.pad(maps.from_union[:-1] >= 0, (0, 1), value=True) for maps in self.maps]
         self._has[0][: union.primary_size] &= ~is_control
         is_control[self.maps[0].eos_ids] = False
-        self._primary_control = is_control.nonzero()[:, 0]  # but EOS
+        self._primary_control = is_control.nonzero()[:, 0]  # except EOS
         self._reads = [(at.clamp_min(0), at < 0) for at in (maps.read_from() for maps in self.maps)]
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:

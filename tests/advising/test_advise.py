@@ -87,7 +87,7 @@ def test_it_pays(ensemble, scripted):
     assert any(own == pytest.approx((0.6 / 1.1, 0.5 / 1.1)) for own in weights)
     assert {len(own) for who, own, _ in calls if who == "gac"} == {2}
     text = str(advice)
-    for part in ("+20.0 points", "second and first differ on 50 %", "60.0"):
+    for part in ("+20.0 points", "second and first answer 50 % of the examples differently", "60.0"):
         assert part in text
     built = advice.build(ensemble)
     assert [member.name for member in built.member_views] == ["second", "first"]
@@ -134,7 +134,7 @@ def test_members_that_answer_alike_are_one(ensemble, scripted):
     set_rules(rules, lambda n: True, lambda n: True, lambda n: True, lambda n: True)
     advice = advise(ensemble, questions())
     assert advice.pays is False
-    assert "all alike" in advice.reason
+    assert "the same answers to everything" in advice.reason
     assert advice.chosen is None
     assert advice.gain is None
     assert {who for who, *_ in calls} == {"first", "second", "third"}
@@ -208,7 +208,9 @@ def test_one_member_or_two_of_one_name_are_refused(ensemble):
 
 def test_no_time_is_said(ensemble, scripted):
     set_rules(scripted[0], *[lambda n: True] * 4)
-    with pytest.raises(ConfigurationError, match="0 of 200 examples only, and 20 are needed: give more minutes"):
+    with pytest.raises(
+        ConfigurationError, match="only 0 of 200 examples ran on all of them, but 20 are needed: give more minutes"
+    ):
         advise(ensemble, questions(), minutes=1e-9)
 
 

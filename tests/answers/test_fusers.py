@@ -256,7 +256,7 @@ def test_another_sequence_to_sequence_model_needs_a_template(tmp_path):
     )
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match="its tokenizer has no '<extra_id_0>'. Set `template`, or name a T5"):
+    with pytest.raises(ConfigurationError, match="its tokenizer has no '<extra_id_0>'. Set `template`, or use a T5"):
         Fuser(str(tmp_path)).load()
     fuser = Fuser(str(tmp_path), template="{prompt}{answers}").load()
     expected = stock(model.eval(), tokenizer, tokenizer(PROMPTS[0] + numbered(["Paris"]))["input_ids"])

@@ -240,7 +240,7 @@ def test_a_pair_that_is_too_long_loses_the_beginning_of_its_prompt(tmp_path):
     judge = RewardModel(path, truncation=True).load()
     assert judge.scores(turns, ["the cat"]) == pytest.approx([expected], **close)
     with pytest.raises(
-        ConfigurationError, match=r"reads 24 ids, but an answer alone has \d+, and answers are not cut"
+        ConfigurationError, match=r"reads 24 ids, but an answer alone has \d+, and answers are never cut"
     ):
         judge.scores(turns, ["the cat sat on the mat " * 6])
     with pytest.raises(ConfigurationError, match="`max_length` .* is 25, but it has 24 learned positions"):
@@ -277,7 +277,7 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path):
     tokenizer = chat_tokenizer()
     path = saved(tmp_path, tiny.tiny_llama(tokenizer, num_labels=1), tokenizer)
     with pytest.raises(
-        ConfigurationError, match=r"no checkpoint of LlamaForSequenceClassification: it lacks .*'score.weight'"
+        ConfigurationError, match=r"not a checkpoint of LlamaForSequenceClassification: it lacks .*'score.weight'"
     ):
         RewardModel(path).load()
 

@@ -27,7 +27,7 @@ def test_no_save_goes_over_a_member_or_another_model(tmp_path, include_members):
     saved(tmp_path / "other", 2)
     before = files_of(tmp_path)
     for folder in ("a", "other"):
-        with pytest.raises(ConfigurationError, match="lies there"):
+        with pytest.raises(ConfigurationError, match="would be overwritten"):
             ensemble.save_pretrained(tmp_path / folder, include_members=include_members)
     assert files_of(tmp_path) == before
 
@@ -35,7 +35,7 @@ def test_no_save_goes_over_a_member_or_another_model(tmp_path, include_members):
 def test_a_member_in_a_subfolder_is_not_written_over(tmp_path):
     saved(tmp_path / "repo" / "sub")
     ensemble = EnsembleForCausalLM.from_pretrained([MemberConfig(path=str(tmp_path / "repo"), subfolder="sub")])
-    with pytest.raises(ConfigurationError, match="lies there"):
+    with pytest.raises(ConfigurationError, match="would be overwritten"):
         ensemble.save_pretrained(tmp_path / "repo" / "sub")
 
 

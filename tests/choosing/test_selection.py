@@ -161,7 +161,7 @@ RUN = {"examples": [("The cat", "sat")], "metric": "contains", "max_new_tokens":
         (["a", "b"], GIVEN | {"responses": [["x"], None]}, "`responses` must have a list of texts"),
         (["a", "b"], GIVEN | {"max_length_ratio": 0.5}, "`max_length_ratio` has to be a number of at least 1"),
         (["a", "b"], GIVEN | {"metric": "contains"}, "`metric` has no effect"),
-        (["a", "b"], GIVEN | {"temperature": 2}, "`temperature` has no use"),
+        (["a", "b"], GIVEN | {"temperature": 2}, "`temperature` has no effect"),
         ([], {"scores": []}, "at least one name"),
         ("ab", GIVEN, "a list of at least one name"),
         (["a", "b"], RUN, "not a list of names"),

@@ -241,5 +241,5 @@ def test_a_metric_that_gives_no_number_is_named(ensemble):
 def test_an_option_that_cannot_be_written_down_has_no_state_file(ensemble, tmp_path):
     options = {"max_new_tokens": 1, "logits_processor": [lambda ids, scores: scores]}
     tune_method(ensemble, EXAMPLES[:1], length, {"top_k": [2]}, **options)
-    with pytest.raises(ConfigurationError, match="the options of this search cannot be written down.*Leave out"):
+    with pytest.raises(ConfigurationError, match="the options of this search cannot be written as JSON.*Leave out"):
         tune_method(ensemble, EXAMPLES[:1], length, {"top_k": [2]}, state_file=tmp_path / "s", **options)

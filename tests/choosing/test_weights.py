@@ -177,7 +177,7 @@ def test_temperature_has_to_be_positive(temperature):
 def test_a_prompt_of_one_token_without_bos_is_refused():
     ensemble = ENSEMBLE.ensemble
     inputs = padded(ensemble, [PROMPTS[0], "a"])
-    with pytest.raises(ConfigurationError, match="nothing to predict in prompt 1, which is b'a' to it"):
+    with pytest.raises(ConfigurationError, match="nothing to predict in prompt 1, which it reads as b'a'"):
         packllm_weights(ensemble, **inputs)
 
 

@@ -112,7 +112,7 @@ def test_help_names_every_command(capsys):
         ("generate '' --members model-a model-b", 2, "empty"),
         ("generate --members model-a model-b --file nowhere.txt", 1, "nowhere.txt"),
         ("generate Hi --members model-a ./nowhere", 1, "there is no folder './nowhere'"),
-        ("generate Hi --members model-a model-x", 1, "model-x.*no folder 'model-x' here either"),
+        ("generate Hi --members model-a model-x", 1, "model-x.*no folder 'model-x' here"),
         ("generate Hi --members model-a model-b --weights 1", 1, "got 1 for 2 members"),
         ("generate Hi --members model-a model-b --output .", 1, "not the name of a file"),
         ("generate Hi --members model-a model-b --output ''", 1, "not the name of a file"),

@@ -146,7 +146,7 @@ def test_a_failing_member_is_an_error_within_the_stream(client, ensemble, monkey
     with pytest.raises(openai.InternalServerError, match="NaN"):
         ask(client)
     events = list(client.responses.create(model="both", input="The cat", stream=True))
-    assert "member 'x' returned NaN" in str(events)
+    assert "member 'x' gave NaN" in str(events)
 
 
 def test_other_endpoints(client, ensemble):

@@ -253,7 +253,7 @@ def test_a_state_of_other_members_is_refused(ensemble, sets, scripted, tmp_path)
     state = tmp_path / "state.jsonl"
     evaluate(ensemble, sets[1], state_file=state)
     other = Recipe((("gemma3", "gemma"), ("llama", "smol"))).ensemble
-    with pytest.raises(ConfigurationError, match="is of another evaluation: other members"):
+    with pytest.raises(ConfigurationError, match="belongs to another evaluation, with other members"):
         evaluate(other, sets[1], state_file=state)
     state.write_text("notes\n", "utf-8")
     with pytest.raises(ConfigurationError, match="is not a file of an evaluation"):
@@ -384,7 +384,7 @@ def test_a_notebook_shows_every_result(whole):
     source, _ = page_in_notebook(shown._repr_html_())
     check_loads_nothing(source)
     texts = [text for text in Page(source).texts if text.strip()]
-    assert texts[-1] == "nothing to measure in <u>: none of these measures is for such a set"
+    assert texts[-1] == "nothing to measure in <u>: none of these measures applies to such a set"
     for result in shown.results:
         start = texts.index(f"{result.set_name}, {result.measure}")
         own = texts[start + texts[start:].index(result.system) :]

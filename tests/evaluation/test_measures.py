@@ -262,7 +262,7 @@ def test_values_and_comparisons_of_what_is_scored():
     assert evaluation.responses == {}
     with pytest.raises(ConfigurationError, match="unknown system 'c': there are 'a', 'b', 'none'"):
         evaluation.compare("choices", "accuracy", "a", "c")
-    with pytest.raises(ConfigurationError, match="'choices' was not measured by 'F1'. There are: choices, accuracy;"):
+    with pytest.raises(ConfigurationError, match="'choices' was not measured by 'F1'. Measured: choices, accuracy;"):
         evaluation.values("choices", "F1", "a")
 
 

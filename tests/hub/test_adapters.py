@@ -219,7 +219,7 @@ def test_an_adapter_of_another_model_is_refused(options, adapter, tmp_path):
 
 def test_without_peft_the_remedy_is_named(base, adapter, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigurationError, match=r"adapter.*hf_ensemble\[adapters\]"):
+    with pytest.raises(ConfigurationError, match=r"adapter.*peft>=0.19.1"):
         EnsembleForCausalLM.from_pretrained([adapter])
 
 

@@ -552,7 +552,7 @@ def test_what_a_specialist_cannot_do_is_refused_by_name():
     ("languages", "message"),
     [
         ({"tgt_lang": None}, "'translator'.*tgt_lang"),
-        ({"tgt_lang": "xyz_Latn"}, r"'translator' knows no language 'xyz_Latn' \(`tgt_lang`\)"),
+        ({"tgt_lang": "xyz_Latn"}, r"'translator' does not know the language 'xyz_Latn' \(`tgt_lang`\)"),
         ({"src_lang": "english", "tgt_lang": "deu_Latn"}, r"language 'english' \(`src_lang`\).*eng_Latn"),
     ],
     ids=str,

@@ -204,10 +204,14 @@ def test_what_constraints_leave_is_asked_for(local, made, servers, served, call)
 def test_constraints_that_nobody_can_follow_are_an_error(made, monkeypatch):
     ensemble = made(1)
     penalty = {"repetition_penalty": 1.5, **only(7, 70, 170, 250)}
-    with pytest.raises(MemberError, match="leave none of what is proposed in row 0 at step 4, and change the scores"):
+    with pytest.raises(
+        MemberError, match="allow none of the proposed entries in row 0 at step 4, and change the scores"
+    ):
         run(ensemble, PROMPTS[:1], **penalty)
     monkeypatch.setattr(few_entries, "MAX_ALLOWED", 3)
-    with pytest.raises(MemberError, match="at step 4, but 5 ids of member 'gemma', which can be asked for 3 at most"):
+    with pytest.raises(
+        MemberError, match="at step 4, but 5 other ids of member 'gemma', which can be asked about 3 at most"
+    ):
         run(ensemble, PROMPTS[:1], **only(7, 70, 170, 250))
 
 
@@ -362,7 +366,7 @@ def test_too_few_texts_among_what_is_listed_are_an_error(folders, local):
             lambda c: c["logprobs"]["top_logprobs"][0].update({f"token_id:{control}": -0.01}) or _without_last(c)
         )
         server.faults = [best]
-        with pytest.raises(MemberError, match="at step 1: it lists 10 ids, which are 9 texts, but `top_k=10` were"):
+        with pytest.raises(MemberError, match="at step 1: it lists 10 ids, which are 9 entries, but `top_k=10` needs"):
             run(ensemble, PROMPTS[:1])
 
 

@@ -255,9 +255,12 @@ def test_pauses_grow(served, server, monkeypatch):
         ),
         (
             changes(lambda c: c["logprobs"]["top_logprobs"][0].update({"token_id:400000": -1.0})),
-            "holds id 400000, but ids",
+            "contains id 400000, but the ids",
         ),
-        (changes(lambda c: c["logprobs"]["top_logprobs"][0].update({"token_id:-1": -1.0})), "holds id -1, but ids"),
+        (
+            changes(lambda c: c["logprobs"]["top_logprobs"][0].update({"token_id:-1": -1.0})),
+            "contains id -1, but the ids",
+        ),
         (
             changes(lambda c: c["logprobs"]["top_logprobs"][0].update({" Paris": -1.0})),
             "' Paris' in place of an id",
@@ -300,7 +303,7 @@ def test_too_few_entries_are_an_error_when_they_stay_few(served, server):
 
 def test_missing_asked_ids_are_an_error(served, server):
     server.faults = [changes(lambda choice: choice["logprobs"]["top_logprobs"][0].pop("token_id:9"))]
-    with pytest.raises(MemberError, match="no log-probability of id 9, for which it was asked"):
+    with pytest.raises(MemberError, match="no log-probability of the requested id 9"):
         served.log_probs_of([5, 6], [9, 4], WHERE)
 
 
@@ -313,7 +316,7 @@ def test_a_missing_id_of_the_prompt_is_an_error(served, server):
 def test_a_slow_server_is_an_error_and_not_asked_again(server):
     served = completions(server, timeout=0.1)
     server.faults = [is_slow(0.6)]
-    with pytest.raises(MemberError, match="no answer came within 0.1 seconds. Look whether"):
+    with pytest.raises(MemberError, match="no answer came within 0.1 seconds. Check whether"):
         served.best([5, 6], 3, WHERE)
     assert len(server.completions) == 1
 

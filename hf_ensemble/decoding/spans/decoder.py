@@ -1,4 +1,4 @@
-"""Decoding by spans: members propose spans of words, score one another's, and the best is written, round by round.
+"""Decoding by spans: members propose spans of words and score each other's, and the best is written, round by round.
 
 Reference:
     Xu, Chen, Wu and Zhang, "Hit the Sweet Spot! Span-Level Ensemble for Large Language Models"
@@ -36,7 +36,7 @@ class SpanDecoderOutput(GenerateDecoderOnlyOutput):
     """What `generate` returns with `return_dict_in_generate`.
 
     Attributes:
-        rounds: For each row, its rounds. The last may have been cut where it was written.
+        rounds: For each row, its rounds. The last one may have been cut when it was written.
     """
 
     rounds: list[list[SpanRound]] | None = None
@@ -45,12 +45,12 @@ class SpanDecoderOutput(GenerateDecoderOnlyOutput):
 class SpanDecoder:
     """The rows of one `generate` call, decided span by span.
 
-    All rows take part in every round until their text has ended or holds as many ids as were asked for, so a row may be
-    decided further than it has been written.
+    All rows take part in every round until their text has ended or is long enough, so a row may be decided further
+    than it has been written.
 
     Args:
         call: What the call works with.
-        loop: Its loop, whose processors are those of every member's logits while it proposes.
+        loop: Its loop, whose processors act on every member's logits while it proposes.
 
     Raises:
         ConfigurationError: If a member has nothing to start from, or not enough positions, or its chat template
@@ -70,7 +70,7 @@ class SpanDecoder:
         self._encoder = members[0].encoder
         self._primary_eos = set(eos_ids[0])
         self._end_ids = [i for i in eos_ids[0] if members[0].is_control(i)]
-        # Of one generator all members draw, one after the other.
+        # With one generator, all members draw from it in turn.
         self._draws_in_order = settings.do_sample and not call.draws.are_seeded
         self._max_new = loop.max_new_tokens
         min_new_tokens = max(settings.min_new_tokens or 0, (settings.min_length or 0) - loop.input_ids.shape[1])
@@ -84,7 +84,7 @@ class SpanDecoder:
             SpanRow(number, split_begun_character(prompts.texts[prompt])[1], min_new_tokens)
             for number, prompt in enumerate(prompts.prompt_of_row)
         ]
-        # The rows that take part in the next round. A row's place is its index among them, for all members alike.
+        # The rows that take part in the next round. A row's place is its index among them, the same for all members.
         self._live = list(self._rows)
         self._warned_lossy: set[int] = set()
         self._settle()
@@ -106,7 +106,7 @@ class SpanDecoder:
         )
 
     def next_ids(self, live: Sequence[bool]) -> list[int | None]:
-        """Return the id to write next in every live row; None where there is none, and the row ends."""
+        """Return the next id of every live row; None if there is none, and the row ends."""
         self._keep([place for place, row in enumerate(self._live) if live[row.number]])
         while any(not row.queue for row in self._live):
             self.decide_round()
@@ -127,13 +127,13 @@ class SpanDecoder:
         self._settle()
 
     def _side_by_side(self, tasks: Mapping[int, Generator[None, None, T]]) -> dict[int, T]:
-        """Let all members do something, each step of which is begun by all before one is waited for.
+        """Run a task for every member in steps; each step starts for all members before waiting for any.
 
         Args:
-            tasks: What each member does, by its number.
+            tasks: Each member's task, by its index.
         """
         found: dict[int, T] = {}
-        # Those that run elsewhere begin first.
+        # Members that run elsewhere begin first.
         waiting = sorted(tasks, key=lambda index: not self._states[index].caches.run_beside)
         while waiting:
             for index in list(waiting):
@@ -151,8 +151,8 @@ class SpanDecoder:
     def _offers(self, place: int, proposals: Mapping[int, Sequence[Proposal]]) -> list[Offer]:
         """The distinct candidates of one row, as all members read them.
 
-        Left out is what writes nothing, what the primary cannot write, and that for which a member has no position left.
-        A row whose candidates are all left out for want of positions ends, with a warning.
+        Spans are left out if they write nothing, if the primary cannot write them, or if a member has no position left
+        for them. If a row loses all candidates for lack of positions, it ends with a warning.
         """
         taking_part = self._taking_part(place)
         proposers: dict[tuple[bytes, bool], list[int]] = {}
@@ -190,7 +190,7 @@ class SpanDecoder:
         return offers
 
     def _ends_too_early(self, place: int, data: bytes) -> bool:
-        """Whether a span holds an id that ends the primary's text before it may end."""
+        """Whether a span contains an id that ends the primary's text too early."""
         missing = self._live[place].num_missing
         return missing > 0 and not self._primary_eos.isdisjoint((self._encoder.encode(data) or [])[:missing])
 
@@ -217,7 +217,7 @@ class SpanDecoder:
         return MemberError(f"no member proposed a span that can be written {self._live[place].where}: {reason}")
 
     def _taking_part(self, place: int) -> list[Participant]:
-        """Members that take part in a row: all but those that cannot follow a character that has begun."""
+        """Members that take part in a row: all except those that cannot complete a begun character."""
         return [one for one in self._states.values() if not one.contexts[place].sits_out]
 
     # Deciding
@@ -239,7 +239,7 @@ class SpanDecoder:
         return offers[number]
 
     def _choose(self, place: int, offers: Sequence[Offer]) -> tuple[int, list[SpanCandidate]]:
-        """The index of the candidate that is chosen, and all with their scores; without, if there is only one."""
+        """The index of the chosen candidate, and all candidates, with their scores if there are several."""
         candidates = [offer.candidate for offer in offers]
         if len(offers) == 1:
             return 0, candidates
@@ -253,7 +253,7 @@ class SpanDecoder:
         return choice.winner, [dataclasses.replace(item, scores=row, filtered=out) for item, row, out in scored]
 
     def _settle(self) -> None:
-        """Warn of what members do not read exactly, and let only rows go on that need more."""
+        """Warn about inexact reading, and keep only the rows that need more."""
         warn_of_losses(self._states, self._warned_lossy)
         self._keep([place for place in range(len(self._live)) if self._goes_on(place)])
 
@@ -282,5 +282,5 @@ class SpanDecoder:
 
 
 def _kind_of(member: Member) -> type[Participant]:
-    """How a member takes part: by its logits, or by what its server writes and says."""
+    """How a member takes part: by its logits, or through its server."""
     return ServedParticipant if member.is_served else Participant

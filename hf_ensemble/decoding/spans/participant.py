@@ -1,4 +1,4 @@
-"""One member in the rounds of a call: it writes spans, reads those of others, and says how likely they are."""
+"""One member in the rounds of a call: it writes spans, reads those of others, and scores them."""
 
 import dataclasses
 import math
@@ -30,9 +30,9 @@ class Proposal:
     Attributes:
         span: The span.
         ids: The ids that it wrote, up to the one that completed the span.
-        log_probs: That of each id.
-        eos_log_probs: That of all EOS ids together, in place of each id.
-        best_eos: The best EOS id in place of each id.
+        log_probs: The log-probability of each id.
+        eos_log_probs: The log-probability of all EOS ids together, at each id's position.
+        best_eos: The best EOS id at each id's position.
         first_log_probs: Log-probabilities of the first id, of shape `(vocab_size,)`.
     """
 
@@ -71,7 +71,7 @@ class Offer:
 
     Attributes:
         candidate: The candidate.
-        readings: How the members read it, by their numbers.
+        readings: How the members read it, by their indices.
     """
 
     candidate: SpanCandidate
@@ -93,11 +93,11 @@ class Offer:
 
 
 class Participant(MemberState):
-    """A member's state in the rounds of one call. Its contexts are all that was decided so far of each live row.
+    """A member's state in the rounds of one call. Its contexts hold everything decided so far in each live row.
 
     Args:
         call: What the call works with.
-        loop: Its loop, whose processors are those of the member's logits while it proposes.
+        loop: Its loop, whose processors act on the member's logits while it proposes.
         index: The member's number.
         eos_ids: The ids that end its texts.
         contexts: What it reads of each prompt.
@@ -126,7 +126,7 @@ class Participant(MemberState):
     # Writing
 
     def propose(self, rows: Sequence[SpanRow]) -> Generator[None, None, list[Proposal]]:
-        """Write a span in every live row, after all that was decided there.
+        """Write a span in every live row, after everything decided there.
 
         Args:
             rows: The live rows.
@@ -138,7 +138,7 @@ class Participant(MemberState):
             A proposal for each live row.
 
         Raises:
-            MemberError: If the member gives NaN, or nothing is left for it to choose from.
+            MemberError: If the member returns NaN, or has nothing left to choose from.
         """
         self.start()
         yield
@@ -156,7 +156,7 @@ class Participant(MemberState):
             steps.append(self._seen(log_probs, chosen, is_empty))
             for place, i in enumerate(chosen.tolist()):
                 written[place].append(i)
-                # A complete row writes on as long as it has positions, so that all rows' caches grow alike.
+                # A complete row continues as long as it has positions, so that all rows' caches grow together.
                 has_room = len(written[place]) < num_free[place]
                 if has_room:
                     drafts[place].ids.append(i)
@@ -197,7 +197,7 @@ class Participant(MemberState):
     ) -> tuple[Tensor, Tensor]:
         """Choose the next id of every row, and say in which rows there was none to choose, each `(num_rows,)`.
 
-        Nothing is drawn for spans that are complete: whose length is not 0.
+        Nothing is drawn for complete spans, whose length is not 0.
         """
         scores = logits.float().masked_fill(self._is_no_text, -torch.inf)
         early = [place for place, ids in enumerate(written) if self._is_early(rows[place], ids)]
@@ -220,7 +220,7 @@ class Participant(MemberState):
         return self._draws.choose(probs, drawing), is_empty
 
     def _is_early(self, row: SpanRow, ids: Sequence[int]) -> bool:
-        """Whether a row holds fewer of the primary's ids than it must before its text may end."""
+        """Whether a row has too few of the primary's ids for its text to end."""
         missing = row.num_missing
         if missing > 0 and self.index > 0:
             ids = self._primary.encode_context_bytes(self.member.encoder.token_bytes.write(ids))
@@ -244,12 +244,12 @@ class Participant(MemberState):
     # Reading
 
     def read(self, place: int, candidate: SpanCandidate, own: Proposal) -> Reading:
-        """Read a candidate in a row. What the member wrote there itself, in the same ids, is scored already.
+        """Read a candidate in a row. If the member wrote it itself, in the same ids, it is already scored.
 
         Args:
             place: The place of the row among the live ones.
             candidate: The candidate.
-            own: What the member has proposed.
+            own: The member's own proposal.
         """
         context = self.contexts[place].copy()
         if self.index == 0:
@@ -264,12 +264,12 @@ class Participant(MemberState):
                 reading.log_prob += own.eos_log_probs[len(new)]
                 reading.eos_id = own.best_eos[len(new)]
         elif candidate.has_eos and self.index in candidate.proposers:
-            # Where it is the only candidate, nobody scores it, and this id ends the text.
+            # If it is the only candidate, it is not scored, and this id ends the text.
             reading.eos_id = own.best_eos[-1]
         return reading
 
     def _unscored(self, offers: Sequence[Sequence[Offer]]) -> list[tuple[int, Reading]]:
-        """What has to be scored, each with the place of its row: where there is more than one candidate."""
+        """The readings to score, each with its row's place: only rows with more than one candidate."""
         return [
             (place, reading)
             for place, of_row in enumerate(offers)
@@ -281,13 +281,13 @@ class Participant(MemberState):
     def score(
         self, rows: Sequence[SpanRow], proposals: Sequence[Proposal], offers: Sequence[Sequence[Offer]]
     ) -> Generator[None, None, None]:
-        """Score what has not been scored yet, in at most one forward pass for all rows and candidates.
+        """Score all unscored candidates, in at most one forward pass for all rows.
 
-        Rows of that pass branch off from those where the candidates were offered.
+        Rows of that pass branch off from the candidates' rows.
 
         Args:
             rows: The live rows.
-            proposals: For each live row, what the member has proposed.
+            proposals: For each live row, the member's proposal.
             offers: For each live row, its candidates.
 
         Yields:
@@ -321,7 +321,7 @@ class Participant(MemberState):
                 if reading.num_tokens > len(new):
                     eos_log_probs, best = self._eos_log_probs(log_probs[-1:])
                     total, best_eos = total + eos_log_probs.double()[0], best[0].double()
-                # NaN anywhere is an error, also where no id is read.
+                # NaN anywhere is an error, even if no id is read there.
                 total = torch.where(log_probs.isnan().any(), torch.nan, total)
             sums.append(torch.stack([total, best_eos]))
         for (place, reading), (log_prob, eos_id) in zip(todo, torch.stack(sums).tolist(), strict=True):
@@ -332,7 +332,7 @@ class Participant(MemberState):
                 reading.eos_id = int(eos_id)
 
     def follow(self, chosen: Sequence[Reading | None]) -> None:
-        """Continue every live row after the candidate that was chosen there; None for none."""
+        """Continue every live row after its chosen candidate; None for none."""
         rows = [item.fork_row if item else None for item in chosen]
         if self._fork is not None and any(row is not None for row in rows):
             self.adopt(self._fork, rows)
@@ -341,15 +341,15 @@ class Participant(MemberState):
 
 
 def primary_ids(encoder: ByteEncoder, data: bytes, own: Sequence[int] = ()) -> list[int] | None:
-    """The primary's ids that write a span: its tokenizer's, else the first of those that it has written itself.
+    """Return the primary's ids for a span: its tokenizer's, or else the first that it wrote itself.
 
     Args:
         encoder: The primary's encoder.
         data: The span.
-        own: What the primary has written.
+        own: The primary's own proposals.
 
     Returns:
-        The ids; None if there are none, as where the span ends inside what one of `own` writes.
+        The ids; None if there are none, for example if the span ends inside one of `own`.
     """
     ids = encoder.encode(data)
     if ids is not None:

@@ -1,4 +1,4 @@
-"""One row of a call by spans: what was decided, and what of that is still to be handed out."""
+"""One row of a call by spans: what was decided, and what is still to be written."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from ...recording.spans import SpanRound
 
 @dataclass
 class SpanRow:
-    """What was decided in one row, and what of it is not written yet.
+    """What was decided in one row, and what is still to be written.
 
     Attributes:
         number: Its number.
         begun: Bytes of the character inside which the prompt ends, until a span completes it.
         min_new_tokens: Number of the primary's ids before which its text may not end.
-        num_decided: Number of the primary's ids that were decided.
+        num_decided: Number of the primary's ids decided so far.
         has_ended: Whether its text has ended.
         decided: Its rounds, each with the primary's ids that it came to.
         queue: Those of them that are not written yet.
@@ -31,16 +31,16 @@ class SpanRow:
 
     @property
     def num_missing(self) -> int:
-        """How many more of the primary's ids it must hold before its text may end."""
+        """How many more of the primary's ids it needs before its text may end."""
         return self.min_new_tokens - self.num_decided
 
     @property
     def where(self) -> str:
-        """Where the row stands, for errors: "in row 0, round 1"."""
+        """The position of the row, for errors: "in row 0, round 1"."""
         return f"in row {self.number}, round {len(self.decided) + 1}"
 
     def decide(self, one: SpanRound, ids: Sequence[int]) -> None:
-        """Let a round's ids be written.
+        """Queue a round's ids for writing.
 
         Args:
             one: The round.
@@ -53,7 +53,7 @@ class SpanRow:
         self.queue.extend(ids)
 
     def written(self) -> list[tuple[SpanRound, Sequence[int]]]:
-        """The rounds that have been written, each with those of its ids that have."""
+        """The rounds written so far, each with its written ids."""
         num_left = self.num_decided - len(self.queue)
         written = []
         for one, ids in self.decided:

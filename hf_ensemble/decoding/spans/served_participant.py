@@ -26,17 +26,17 @@ _KNOWN_TO_SERVERS = {
     "MinPLogitsWarper",
     "RepetitionPenaltyLogitsProcessor",
 }
-"""Processors that are made of options which servers have too."""
+"""Processors of options that servers support too."""
 
 _NEVER = -100.0
-"""What is added to the logit of an id that must not be written, the least that servers take."""
+"""Added to the logit of a forbidden id; the smallest value that servers accept."""
 
 
 class ServedParticipant(Participant):
     """A member behind a server, in the rounds of one call; see `Participant`.
 
     Raises:
-        ConfigurationError: If there is a processor that its server does not know.
+        ConfigurationError: If there is a processor that its server does not support.
     """
 
     def __init__(self, call: Call, loop: Loop, index: int, eos_ids: Sequence[int], contexts: Sequence[MemberContext]):
@@ -49,7 +49,7 @@ class ServedParticipant(Participant):
                     f"member {self.member.name!r} writes its spans at its server, which does not support the logits "
                     f"processor {name}. Leave it out, or load the member into this process."
                 )
-        # Others hardly ever come, and are forbidden once they have.
+        # Others hardly ever occur, and are forbidden after the first time.
         control = (self.member.encoder.token_bytes.kinds == CONTROL).nonzero()[0].tolist()
         self._forbidden = set(control).difference(self.eos_ids)
         self._control_eos_ids: list[int] = self._control_eos.tolist()
@@ -72,7 +72,7 @@ class ServedParticipant(Participant):
         return collected(writing)
 
     def _write(self, row: SpanRow, prompt: Sequence[int], seed: int | None) -> Proposal:
-        """Write a span in a row. Where an id came that must not be written, the server is asked again from there."""
+        """Write a span in a row. If a forbidden id comes, ask the server again from there."""
         most = max(1, int(min(self.member.max_length - len(prompt), self._config.token_limit)))
         written: list[WrittenId] = []
         forbidden = set(self._forbidden)
@@ -133,7 +133,7 @@ class ServedParticipant(Participant):
     def score(
         self, rows: Sequence[SpanRow], proposals: Sequence[Proposal], offers: Sequence[Sequence[Offer]]
     ) -> Generator[None, None, None]:
-        """Ask the server for the likelihood of every candidate that it has not written itself; see `Participant.score`."""
+        """Ask the server for the likelihood of every candidate that it did not write; see `Participant.score`."""
         todo = self._unscored(offers)
         submit = self._served.server.client.submit
         reading = [submit(self._read, list(self.contexts[place].ids), one, rows[place].where) for place, one in todo]

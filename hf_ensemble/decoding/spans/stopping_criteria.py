@@ -15,20 +15,20 @@ from ...vocabulary.words import Span, read_span
 class SpanStoppingCriteria(StoppingCriteria):
     """Ends a row when it holds `span_length` complete words, counted from where the span began.
 
-    A word is a run of characters with the white space before it, or a grapheme of a script that is written without
-    spaces; it is complete when something follows. A row ends too at an end of text, or at `max_span_tokens` ids.
+    A word is a run of characters with the white space before it, or a grapheme of a script written without spaces. It
+    is complete when something follows. A row also ends at an end of text, or at `max_span_tokens` ids.
 
     Args:
-        tokenizer: The fast tokenizer of the model that writes, or what its ids write.
+        tokenizer: The fast tokenizer of the model that writes, or its `TokenBytes`.
         span_length: Number of words.
-        max_span_tokens: Most ids in a span. Default: 16 times `span_length`.
+        max_span_tokens: Largest number of ids in a span. Default: 16 times `span_length`.
         eos_token_id: Ids that end a text. Default: the tokenizer's EOS token.
-        start: Number of ids before the span, padding included. Default: all but the last of those that the criterion is
-            first called with, and again whenever it is called with a text that does not continue the last one.
-        begun: For each row, bytes of an unfinished character that stand before the span.
+        start: Number of ids before the span, padding included. Default: all ids of the first call except the last one.
+            A text that does not continue the previous one counts as a first call.
+        begun: For each row, bytes of an unfinished character before the span.
 
     Raises:
-        ConfigurationError: If `span_length` is no positive integer, or `max_span_tokens` is below it.
+        ConfigurationError: If `span_length` is not a positive integer, or `max_span_tokens` is below it.
 
     Example:
         ```python
@@ -65,7 +65,7 @@ class SpanStoppingCriteria(StoppingCriteria):
         self._found_start = 0
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        """Say which rows hold a complete span, of shape `(batch_size,)`.
+        """Return which rows contain a complete span, of shape `(batch_size,)`.
 
         Args:
             input_ids: All ids so far, of shape `(batch_size, length)`.
@@ -85,11 +85,11 @@ class SpanStoppingCriteria(StoppingCriteria):
         return torch.tensor(done, device=input_ids.device)  # type: ignore[return-value]
 
     def read(self, row: int, ids: Sequence[int]) -> Span:
-        """Read the span that ids write in a row, complete or not.
+        """Return the span that ids write in a row, complete or not.
 
         Args:
             row: The row.
-            ids: What was written in it since the span began.
+            ids: The ids written in it since the span began.
         """
         begun = b"" if self._begun is None else self._begun[row]
         return read_span(ids, self._token_bytes, self._eos_ids, self.span_length, self.token_limit, begun)

@@ -1,4 +1,4 @@
-"""Choosing an entry at every position, the same one whatever was drafted."""
+"""Choosing an entry at every position, independent of the draft."""
 
 import random
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ class Choices:
 
     Attributes:
         columns: The chosen entries.
-        is_empty: Where nothing was left to choose from.
-        not_finite: For each member, where its logits were not finite.
+        is_empty: Positions with nothing left to choose from.
+        not_finite: For each member, positions where its logits were not finite.
         best: For each member that may draft, by its number, its own best id at each position.
-        kept: The logits and the scores that `generate` returns, of shape `(num_positions, width)`; None if they are not
-            asked for.
+        kept: The logits and the scores that `generate` returns, of shape `(num_positions, width)`; None if not
+            requested.
     """
 
     columns: list[int]
@@ -38,10 +38,10 @@ class Chosen(NamedTuple):
 
     Attributes:
         columns: The chosen entries, of shape `(num_positions,)`.
-        is_empty: Where there are none, of the same shape.
+        is_empty: Positions without a choice, of the same shape.
         scores: The processed scores, of shape `(num_positions, width)`.
-        falls_back: Where constraints left none of what was proposed, of shape `(num_positions, 1)`; None where nothing
-            constrains the choice.
+        falls_back: Positions where constraints allow none of the proposals, of shape `(num_positions, 1)`; None
+            without constraints.
     """
 
     columns: Tensor
@@ -53,12 +53,12 @@ class Chosen(NamedTuple):
 class Chooser:
     """Processes the fused scores and chooses an entry at every position.
 
-    Sampled entries are drawn with noise that depends on the call's seed, the row and the entry's number only, so that
-    the text is the same whatever was drafted.
+    The noise of sampled entries depends on the call's seed, the row and the entry's index only, so the text is the
+    same whatever was drafted.
 
     Args:
         processors: The call's processors.
-        do_sample: Whether to draw from the softmax of the scores; else the best is taken.
+        do_sample: Whether to draw from the softmax of the scores; otherwise the best is taken.
         num_rows: Number of rows.
     """
 
@@ -76,7 +76,7 @@ class Chooser:
         Args:
             scores: The fused scores, of shape `(num_positions, width)`.
             rows: The live rows.
-            proposals: What is proposed, where constraints may leave none of it.
+            proposals: The proposals, if constraints may allow none of them.
         """
         if self._processors.read_ids:
             return self._choose_one_by_one(scores, rows, proposals)
@@ -104,7 +104,7 @@ class Chooser:
         return Chosen(columns, is_empty, processed, falls_back)
 
     def _pick(self, scores: Tensor, entries: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Choose a column of every row of scores, given each entry's row and number there; say where there is none."""
+        """Choose a column of every row of scores, given each entry's row and index; also return where there is none."""
         is_empty = ~(scores.amax(-1) > -torch.inf)
         scores = scores.masked_fill(is_empty[:, None], 0.0)
         if not self._do_sample:

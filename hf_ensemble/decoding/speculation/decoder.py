@@ -1,8 +1,8 @@
 """Speculative decoding for ensembles: drafts of several entries, verified by all members in one forward pass each.
 
-Losslessness needs no probabilities of the draft: at every position the ensemble chooses as it would without a draft, and
-a drafted entry is accepted where it is what was chosen. The idea of verifying drafts in parallel is that of Leviathan et
-al., "Fast Inference from Transformers via Speculative Decoding" (https://arxiv.org/abs/2211.17192).
+Losslessness needs no probabilities of the draft: at every position the ensemble chooses as it would without a draft,
+and a drafted entry is accepted if it equals that choice. The idea of verifying drafts in parallel is that of Leviathan
+et al., "Fast Inference from Transformers via Speculative Decoding" (https://arxiv.org/abs/2211.17192).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,26 +31,26 @@ from .rows import EntryWriter, KeptRows, Row
 from .stats import SpeculationRound, SpeculationStats
 
 _NUM_QUIET = 4
-"""Rounds without a draft after which the next one is taken to have none either."""
+"""Number of rounds without a draft after which the next one is assumed to have none either."""
 
 
 class SpeculativeDecoder:
     """The rows of one `generate` call, decided round by round: some drafted entries, and one more.
 
-    All rows take part in every round until their text has ended or holds as many ids as were asked for, so a row may be
-    decided further than it has been written.
+    All rows take part in every round until their text has ended or is long enough, so a row may be decided further
+    than it has been written.
 
     Args:
-        call: What the call works with; its weights are expanded to the rows.
+        call: The call; its weights are expanded to the rows.
         loop: Its loop.
         method: The method, made for its members.
-        drafters: Numbers of the members that may draft, in order of preference.
-        uses_ngrams: Whether drafts are looked up in the text; before members are asked.
+        drafters: Indices of the members that may draft, in order of preference.
+        uses_ngrams: Whether drafts are looked up in the text first, before asking members.
         draft_length: Chooses the drafter and how much is drafted.
 
     Attributes:
         states: The state of each member that may run, by member index.
-        logits_rows, scores_rows: What was kept: rows over the primary's ids, one `(batch_size, width)` a column.
+        logits_rows, scores_rows: The kept rows over the primary's ids, of shape `(batch_size, width)` per column.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SpeculativeDecoder:
         self._end_ids = set(end_ids(loop.settings))
         self._keeps_rows = keeps_rows(loop.settings)
         self._filler = loop.filler or 0
-        # Graphs are kept for each number of positions, of which a batch has too many.
+        # Graphs are kept for each number of positions, and a batch has too many different ones.
         captures = len(loop.input_ids) == 1
         self._step = FusedStep(members, method, is_wide=not processors.read_ids, captures=captures)
         # The primary stands in for members that sit out, whatever its weight.
@@ -109,19 +109,19 @@ class SpeculativeDecoder:
 
     @property
     def share_ensembled(self) -> list[float]:
-        """For each row, the share of its choices so far that were the ensemble's: all, where there are any."""
+        """For each row, the share of its choices so far that the ensemble made: all of them, if there are any."""
         return [float(row.num_entries > 0) for row in self._rows]
 
     @property
     def stats(self) -> SpeculationStats:
-        """What came of the drafts so far."""
+        """The statistics of the drafts so far."""
         return SpeculationStats([row.rounds for row in self._rows])
 
     def next_ids(self, live: Sequence[bool]) -> list[int | None]:
-        """Return the id to write next in every live row; None where there is none, and the row ends.
+        """Return the next id of every live row; None if there is none, and the row ends.
 
         Raises:
-            MemberError: If a member fails, or gave NaN or infinite logits where an id is due, or everything was
+            MemberError: If a member fails, or returned NaN or infinite logits for the next id, or everything was
                 filtered out there.
         """
         self._keep([index for index, row in enumerate(self._live) if live[row.number]])
@@ -157,11 +157,11 @@ class SpeculativeDecoder:
             self._drafting.length.verified(longest, self._drafting.length.clock() - start)
         self._drafting.judge(rows, choices, fused.plan, drafter)
         if self._live and any(self.states[drafter.index].is_captured for drafter in self._drafters):
-            # A GPU drafts while what has been decided is handed out.
+            # A GPU drafts while the decided ids are written.
             self._begin()
 
     def close(self) -> None:
-        """Wait for a draft that nobody reads."""
+        """Wait for a draft that is no longer needed."""
         self._has_begun = False
         self._drafting.close()
 
@@ -175,7 +175,7 @@ class SpeculativeDecoder:
     # What the fused step reads
 
     def where(self, position: int) -> str:
-        """Say which row a position is in."""
+        """Return which row a position is in."""
         return next(row.where for row in self._live if position in row.positions)
 
     def sitting_out(self) -> dict[int, list[int]]:
@@ -187,7 +187,7 @@ class SpeculativeDecoder:
         }
 
     def losing_space(self) -> list[int]:
-        """The positions at which a text begins, where entries of some members have lost a leading space."""
+        """The positions at the beginning of a text, where some members' entries have lost a leading space."""
         texts = [contexts for row in self._live for contexts in row.contexts]
         return [
             position
@@ -202,7 +202,7 @@ class SpeculativeDecoder:
     def read(self, needed: Tensor) -> list[Tensor | None]:
         """Let every member read all rows and their drafts in one forward pass."""
         is_needed = needed.T.tolist()
-        # All members are started before one is waited for.
+        # All members are started before waiting for any.
         self._readings = {
             index: Reading(index, state, self._live, is_needed[index], self.method.device)
             for index, state in self.states.items()
@@ -212,7 +212,7 @@ class SpeculativeDecoder:
     # Choosing and accepting
 
     def _choose(self, fused: Fused) -> Choices:
-        """Choose at all positions; what is chosen reaches the host in one transfer."""
+        """Choose at all positions; the choices reach the host in one transfer."""
         best = {
             drafter.index: self.method.masked(of_member, drafter.index).argmax(-1)
             for drafter in self._drafters
@@ -235,7 +235,7 @@ class SpeculativeDecoder:
         return choices
 
     def _run_primary_ahead(self, columns: Tensor) -> None:
-        """Where nothing is drafted, start the primary's next step before the host and the others follow."""
+        """If nothing is drafted, start the primary's next step before the host and the others follow."""
         self._num_quiet = 0 if any(row.columns for row in self._live) else self._num_quiet + 1
         goes_on = any(len(row.ids) + 1 < self._max_new for row in self._live)
         if self._num_quiet >= _NUM_QUIET and goes_on:
@@ -243,7 +243,7 @@ class SpeculativeDecoder:
             self.states[0].run_ahead(ids.to(self.members[0].device))
 
     def _accept(self, choices: Choices, drafter: str | None) -> None:
-        """Take over what was chosen, up to where each row departs from its draft. A row that ends is no longer live."""
+        """Accept the choices up to where each row departs from its draft. A row that ends is no longer live."""
         after = {n: self._accept_row(row, choices, drafter) for n, row in enumerate(self._live)}
         going_on = {n: contexts for n, contexts in after.items() if contexts is not None}
         for member, reading in self._readings.items():
@@ -252,7 +252,7 @@ class SpeculativeDecoder:
         warn_of_losses(self.states, self._warned_lossy)
 
     def _accept_row(self, row: Row, choices: Choices, drafter: str | None) -> dict[int, MemberContext] | None:
-        """Take over what was chosen in one row, and return every member's context after it; None if the row ends."""
+        """Accept the choices of one row, and return every member's context after them; None if the row ends."""
         contexts = row.contexts[0]
         num_used = num_accepted = 0
         goes_on = True
@@ -303,7 +303,7 @@ class SpeculativeDecoder:
     def _keep(self, indices: Sequence[int]) -> None:
         """Let only these of the live rows be live."""
         if len(indices) < len(self._live):
-            self.close()  # what is begun is for other rows
+            self.close()  # the begun step is for other rows
             for state in self.states.values():
                 state.select(indices)
             self._live = [self._live[index] for index in indices]

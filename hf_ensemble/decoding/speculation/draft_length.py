@@ -1,4 +1,4 @@
-"""How many entries to draft: as many as decode the most entries a second, by what has been measured."""
+"""How many entries to draft: the number that decodes the most entries per second, by measurement."""
 
 import functools
 import time
@@ -6,34 +6,35 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 _LENGTHS = (0, 1, 2, 4, 8)
-"""Few, so that each is soon measured."""
+"""Only a few, so that each is measured soon."""
 _NUM_TIMES = 5
 _MEMORY = 64
-"""Rounds after which a time is forgotten: what did not pay then is tried again, at the cost of one round in so many."""
+"""Number of rounds after which a time is forgotten: a length that did not pay is then tried again for one round."""
 _FADING = 0.95
-"""How much an outcome counts one round later."""
+"""Weight of an outcome one round later."""
 _MEMORY_OF_ONE = 8
-"""The same for a time that stands alone: a first forward pass of some shape may take long, as kernels are chosen."""
+"""The same for a single time: the first forward pass of a shape may take long, because kernels are chosen."""
 _MORE_PER_ENTRY = 0.03
-"""By how much of a plain step each drafted entry is taken to lengthen a round, until it is measured: little, so that it
-is tried."""
+"""The share of a plain step by which each drafted entry is assumed to lengthen a round, until it is measured; small,
+so that drafts are tried.
+"""
 
 
 class DraftLength:
     """Chooses how many entries to draft, from 0 (a plain step) up, and which drafter to ask.
 
-    Measured are how long it takes to verify so many drafted entries, how long drafting takes, and how often a drafted
-    entry is accepted when those before it were. From these follow the expected entries a second for every length; the
-    best length is taken. Drafters are judged also by what they would have drafted, so one that is off costs nothing and
-    is on again when it would pay.
+    It measures how long it takes to verify each number of drafted entries, how long drafting takes, and how often a
+    drafted entry is accepted if those before it were. From these it computes the expected entries per second for every
+    length, and takes the best. Drafters are also judged by what they would have drafted, so a drafter that is off
+    costs nothing and turns on again when it would pay.
 
     Args:
         lengths: The lengths to choose from, 0 among them.
         clock: Gives seconds.
-        shares: For each drafter, what drafting an entry is taken to cost until it is measured, as a share of a plain
+        shares: For each drafter, the assumed cost of drafting an entry until it is measured, as a share of a plain
             step; 0 for others.
-        num_trials: How many rounds of a length it takes to believe their times: more than one where the first ones also
-            capture graphs.
+        num_trials: Number of rounds of a length before their times count: more than one if the first ones also capture
+            graphs.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class DraftLength:
         self._shares = dict(shares or {})
         self._num_trials = num_trials
         self._round = 0
-        # The last seconds that something took, each with the round in which it was measured.
+        # The last measured seconds, each with its round.
         times = functools.partial(deque[tuple[int, float]], maxlen=_NUM_TIMES)
         self._verifying: dict[int, deque[tuple[int, float]]] = defaultdict(times)
         self._drafting: dict[str, deque[tuple[int, float]]] = defaultdict(times)
@@ -59,7 +60,7 @@ class DraftLength:
         """Choose a drafter and the length of its drafts.
 
         Args:
-            drafters: Those to choose from. Of equal ways the shortest draft is taken, and the first drafter.
+            drafters: The drafters to choose from. Ties go to the shortest draft, then to the first drafter.
             share: Share of the rows that would get a draft.
 
         Returns:
@@ -71,7 +72,7 @@ class DraftLength:
         return max(ways, key=lambda way: self._rate(way[0], way[1], share))
 
     def verified(self, length: int, seconds: float) -> None:
-        """Take note of how long it took to verify drafts: a round without drafting.
+        """Record how long it took to verify drafts: a round without drafting.
 
         Args:
             length: Number of entries in its longest draft.
@@ -82,40 +83,40 @@ class DraftLength:
         self._verifying[length].append((self._round, seconds))
 
     def drafted(self, drafter: str, num_steps: int, seconds: float) -> None:
-        """Take note of how long it took to draft.
+        """Record how long it took to draft.
 
         Args:
             drafter: Who drafted.
-            num_steps: Number of steps that it took, an entry of each row in each.
+            num_steps: Number of steps, with an entry of each row per step.
             seconds: How long all of them took.
         """
         self._drafting[drafter].append((self._round, seconds / num_steps))
 
     def judged(self, drafter: str, num_accepted: int, num_rejected: int) -> None:
-        """Take note of how much of a drafter's entries was accepted, or would have been.
+        """Record how many of a drafter's entries were accepted, or would have been.
 
         Args:
             drafter: Who drafted.
             num_accepted: Number of its entries that were accepted.
-            num_rejected: Number of drafts that ended at an entry that was not.
+            num_rejected: Number of drafts that ended at a rejected entry.
         """
         accepted, rejected = self._outcomes.get(drafter, (0.0, 0.0))
         self._outcomes[drafter] = accepted + num_accepted, rejected + num_rejected
 
     def acceptance_rate(self, drafter: str) -> float:
-        """How often a drafted entry is accepted when those before it were."""
+        """How often a drafted entry is accepted if those before it were."""
         accepted, rejected = self._outcomes.get(drafter, (0.0, 0.0))
         return (accepted + 1) / (accepted + rejected + 2)
 
     def _rate(self, drafter: str, length: int, share: float) -> float:
-        """Expected entries a second and row."""
+        """Expected entries per second and row."""
         acceptance_rate = self.acceptance_rate(drafter)
         expected = sum(acceptance_rate**n for n in range(length + 1))
         seconds = self._round_seconds(length) + length * self._drafting_seconds(drafter)
         return (1 - share + share * expected) / max(seconds, 1e-12)
 
     def _round_seconds(self, length: int) -> float:
-        """As measured, else between the nearest lengths that are; rather too few, so that the length is tried."""
+        """The measured time, or else one between the nearest measured lengths, rather low so that it is tried."""
         times = {known: seconds for known in self._verifying if (seconds := self._least_seconds(known)) is not None}
         below = max(known for known in times if known <= length)
         above = min((known for known in times if known >= length), default=below)
@@ -133,7 +134,7 @@ class DraftLength:
         return self._least(self._verifying[length], self._num_trials)
 
     def _least(self, times: Sequence[tuple[int, float]], num_needed: int = 1) -> float | None:
-        """The least of them, as the rest is the machine's other work; None if there are too few, or none is recent."""
+        """The smallest, because the rest is other work of the machine; None if there are too few, or none is recent."""
         if len(times) < num_needed:
             return None
         memory = _MEMORY if len(times) > 1 else _MEMORY_OF_ONE

@@ -1,4 +1,4 @@
-"""Who drafts in a round, how much, and how much of that is accepted."""
+"""Which drafter drafts in a round, how much, and how much of that is accepted."""
 
 import itertools
 from collections import Counter, defaultdict, deque
@@ -15,13 +15,13 @@ from .rows import EntryWriter, Row
 class Drafting:
     """The drafts of one call, round by round: begun, followed as they come, and judged.
 
-    The rows' own texts are looked up first. Where that gives nothing, a member is asked.
+    The rows' own texts are looked up first. If that finds nothing, a member drafts.
 
     Args:
         drafters: The members that may draft, in order of preference.
         writer: Writes entries.
         length: Chooses the drafter and how much is drafted.
-        max_new_tokens: Number of ids after which a row needs no more.
+        max_new_tokens: Number of ids after which a row is complete.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Drafting:
                 self._asked = drafter, drafter.draft([min(length, row.room) for row in rows], self.length.clock)
 
     def finish(self, rows: Sequence[Row]) -> str | None:
-        """Wait for what is drafted, and let the live rows follow it as it comes.
+        """Wait for the draft, and let the live rows follow it as it arrives.
 
         Returns:
-            Who drafted; None if there is no draft.
+            The drafter; None if there is no draft.
         """
         name = NGRAM
         if self._asked is not None:
@@ -72,19 +72,19 @@ class Drafting:
         return name if any(row.columns for row in rows) else None
 
     def close(self) -> None:
-        """Give up what has been begun, and wait for a GPU: its buffers may be given to another call."""
+        """Give up a draft in progress, and wait for a GPU, because another call may get its buffers."""
         if self._asked is not None:
             deque(self._asked[1], maxlen=0)
             self._asked = None
 
     def judge(self, rows: Sequence[Row], choices: Choices, weights: Tensor, drafter: str | None) -> None:
-        """Take note of how much was accepted: of the drafts, and of what others would have drafted.
+        """Record how much was accepted of the drafts, and of what others would have drafted.
 
         Args:
             rows: The rows of the round.
             choices: What was chosen.
             weights: The weights at all positions, of shape `(num_positions, num_members)`, on the CPU.
-            drafter: Who drafted.
+            drafter: The drafter.
         """
         judged: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # accepted, rejected
         for row in rows:
@@ -111,5 +111,5 @@ class Drafting:
 
 
 def _lookup_by(num_ids: int) -> str:
-    """What `DraftLength` calls look-up by so many ids: the more there are, the more of it is accepted."""
+    """The name in `DraftLength` of look-up by this many ids: the more ids, the more is accepted."""
     return f"{NGRAM}, {num_ids} ids"

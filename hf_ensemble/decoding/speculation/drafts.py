@@ -1,4 +1,4 @@
-"""Where drafts come from: look-up in the row's own text, or a member that writes on by itself."""
+"""Sources of drafts: look-up in the row's own text, or a member that continues by itself."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,21 +15,21 @@ NGRAM = "ngram"
 """Name of the drafter that looks up the row's own text."""
 
 _ORDERS = (5, 3, 2)
-"""By how many of its last ids a text is looked up, in this order."""
+"""Numbers of last ids by which a text is looked up, in this order."""
 _MOST_IDS = 32
-"""Of how many ids a drafted entry is taken to be at most, so that no work grows with the text."""
+"""Largest assumed number of ids of a drafted entry, so that no work grows with the text."""
 
 
 class PromptLookup:
-    """Prompt look-up: what followed the last ids of a row where they stood before, in its prompt or behind it.
+    """Prompt look-up: what followed the last ids of a row earlier in its prompt or its new text.
 
-    It holds the row's ids, cut into the entries that they were written as, with an index of what followed each n-gram.
+    It holds the row's ids, cut into the entries they were written as, with an index of what followed each n-gram.
 
     An entry is given by its column: an id of the primary, or a union id of what only another member has.
 
     Args:
         ids: The primary's ids of the prompt, each an entry, without padding.
-        is_control: Says which of the primary's ids are control tokens; no draft goes beyond one.
+        is_control: Tells which of the primary's ids are control tokens; drafts stop before one.
     """
 
     def __init__(self, ids: Sequence[int], is_control: Callable[[int], bool]):
@@ -52,13 +52,13 @@ class PromptLookup:
             self._columns += [column, *([None] * (len(ids) - 1))]
 
     def continuation(self, length: int) -> tuple[list[int], int]:
-        """Look up what followed the last ids where they stood before.
+        """Look up what followed earlier occurrences of the last ids.
 
         Args:
-            length: Most entries.
+            length: Largest number of entries.
 
         Returns:
-            The entries, none if the ids are new; and how many of the last ids were found.
+            The entries (none if the ids are new), and how many of the last ids were found.
         """
         ids, count = self._ids, len(self._ids)
         for end in range(self._num_indexed + 1, count):  # all n-grams but those at the very end
@@ -72,17 +72,17 @@ class PromptLookup:
             return [], 0
         stop = start + _MOST_IDS * length
         columns, more = self._columns[start:stop], ids[start:stop]
-        # Of an entry that was found from its middle on, the ids are drafted one by one.
+        # If an entry was found from its middle on, its ids are drafted one by one.
         num_inside = next((n for n, column in enumerate(columns) if column is not None), len(columns))
         entries = [*more[:num_inside], *(column for column in columns[num_inside:] if column is not None)]
-        # Where it reaches the end of the text it goes on into what it has drafted itself.
+        # At the end of the text, it continues into its own draft.
         draft = itertools.islice(itertools.cycle(entries), length)
         return list(itertools.takewhile(lambda column: not self._is_control(column), draft)), found_order
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a member has drafted.
+    """A member's draft.
 
     Attributes:
         ids: The member's ids for each row, without control tokens.
@@ -96,7 +96,7 @@ class Drafted:
 
 
 class MemberDrafter:
-    """A member that drafts by writing on greedily, one of its own tokens at a time.
+    """A member that drafts by continuing greedily, one of its own tokens at a time.
 
     Args:
         index: Its number.
@@ -111,17 +111,17 @@ class MemberDrafter:
         self._no_token = torch.as_tensor(no_token, device=self.member.device) if len(no_token) else None
 
     def draft(self, lengths: Sequence[int], clock: Callable[[], float]) -> Iterator[Drafted]:
-        """Let the member write on in its own contexts, which stay as they are.
+        """Let the member continue its own contexts, which stay unchanged.
 
-        A draft ends before a control token. There is none where a row has more ids than the member has positions.
+        A draft ends before a control token. A row with more ids than the member has positions gets none.
 
         Args:
-            lengths: For each row, at most how many ids are wanted.
+            lengths: For each row, the largest number of ids to draft.
             clock: Gives seconds.
 
         Returns:
-            What has been drafted, each time with more ids, the last time with all. A GPU may still be drafting: then the
-            iterator waits for it.
+            The draft so far, each time with more ids, the last time with all. If a GPU is still drafting, the iterator
+            waits for it.
         """
         start, state = clock(), self._state
         contexts = state.contexts
@@ -138,13 +138,13 @@ class MemberDrafter:
         return drafted
 
     def _write_chained(self, drafts: Sequence[PlainContext], length: int) -> tuple[Tensor, list[torch.cuda.Event]]:
-        """Start writing ids, each of which the device passes on to the next step.
+        """Start writing ids; the device passes each on to the next step.
 
-        They are written beside all else, so that what is launched meanwhile does not wait for them.
+        They are written beside everything else, so other launches do not wait for them.
 
         Returns:
-            The ids, of shape `(num_steps, num_rows)`, which a GPU fills in as it goes. And, for a GPU, its events: when
-            it began, when all but the last ids were there, and when it was done.
+            The ids, of shape `(num_steps, num_rows)`, which a GPU fills in as it goes. For a GPU, also its events: at
+            the beginning, when all but the last ids were there, and at the end.
         """
         state, is_cuda = self._state, self.member.device.type == "cuda"
         ids = torch.empty(length, len(drafts), dtype=torch.long, pin_memory=is_cuda)
@@ -191,7 +191,7 @@ class MemberDrafter:
     def _write_one_by_one(
         self, drafts: Sequence[PlainContext], lengths: Sequence[int], active: list[int]
     ) -> tuple[list[list[int]], int]:
-        """Write in these rows until they are as long as wanted, and count the steps."""
+        """Write in these rows until they are long enough, and count the steps."""
         written: list[list[int]] = [[] for _ in drafts]
         num_steps = 0
         while active:

@@ -1,4 +1,4 @@
-"""What `speculation=` asks for, and what stands against it."""
+"""The option `speculation`, and what it cannot be combined with."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,14 +14,14 @@ AUTO = "auto"
 
 
 class Speculation:
-    """Who drafts in a call.
+    """The drafters of a call.
 
     Args:
         name: `"auto"`, `"ngram"` or a member's name.
         members: The members.
 
     Attributes:
-        is_auto: Whether the plain loop may take over where speculation cannot be used.
+        is_auto: Whether the plain loop may run if speculation cannot be used.
         uses_ngrams: Whether drafts are looked up in the text.
 
     Raises:
@@ -46,10 +46,10 @@ class Speculation:
         self._members = list(members)
 
     def drafters(self, participants: Sequence[int], num_parameters: Sequence[int]) -> list[int]:
-        """Numbers of the members that may draft, the cheapest first; the cheapest one of those that share a name.
+        """Indices of the members that may draft, the cheapest first; the cheapest of those that share a name.
 
         Args:
-            participants: Numbers of the members that have a weight. One that is asked for by name needs none.
+            participants: Indices of the members that have a weight. A drafter given by name needs none.
             num_parameters: Each member's size.
         """
         if self.is_auto:
@@ -60,7 +60,7 @@ class Speculation:
         return [n for n, member in enumerate(self._members) if member.name == self.name and not self.uses_ngrams][:1]
 
     def refuse(self, obstacle: Obstacle) -> None:
-        """Refuse drafts, unless the plain loop may take over.
+        """Refuse drafts, unless the plain loop may run instead.
 
         Raises:
             ConfigurationError: If it may not.
@@ -73,7 +73,7 @@ class Speculation:
 
 
 def obstacle_to_drafts(call: Call, settings: Any, synced_gpus: Any) -> Obstacle | None:
-    """What stands against drafts in a call; None if nothing does.
+    """Return why a call cannot use drafts; None if it can.
 
     Args:
         call: The call.
@@ -114,7 +114,7 @@ def obstacle_to_drafts(call: Call, settings: Any, synced_gpus: Any) -> Obstacle 
 
 
 def whole_batch_obstacle(processor_name: str) -> Obstacle:
-    """What stands against drafts where a processor has to see all of several rows."""
+    """The obstacle to drafts if a processor has to see several rows at once."""
     return Obstacle(
         True,
         f"the logits processor {processor_name} and several rows",

@@ -15,15 +15,15 @@ from .rows import Row
 class Reading:
     """What one member reads in one round. The forward pass starts at once, if any position needs it.
 
-    A draft is read with the context at its end; a context before it that does not begin like this one is a branch: one
-    more row of the same forward pass. The rows of the member's state are the live rows, and then the branches.
+    A draft is read with the context at its end. An earlier context that is not a prefix of it becomes a branch: one
+    more row of the same forward pass. The rows of the member's state are the live rows, followed by the branches.
 
     Args:
         index: The member's number.
         state: Its state, with one row for each live row.
         rows: The live rows.
         is_needed: For each position, whether the member's logits are needed there.
-        device: Where the logits are to be mixed.
+        device: Device of the mixing.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Reading:
     def logits(self) -> Tensor | None:
         """Wait for the logits at all positions, of shape `(num_positions, vocab_size)`; None if none is needed.
 
-        They are zeros where the member is not needed.
+        They are zeros at positions where the member is not needed.
         """
         if not self._wanted:
             return None
@@ -71,7 +71,7 @@ class Reading:
         return taken
 
     def settle(self, contexts: Mapping[int, MemberContext]) -> None:
-        """Let the state follow the rows that go on, each from the row of the state that has read the most of it.
+        """Let the state follow the continuing rows, each from the state's row that has read the most of it.
 
         Args:
             contexts: For each of these rows, by its live index, the member's context after what was written.
@@ -84,7 +84,7 @@ class Reading:
         self._state.select(parents, list(contexts.values()))
 
     def _want(self, position: int, live_index: int, context: MemberContext) -> None:
-        """Read a context: as the beginning of one that is read already, else in its row's own place, else as a branch."""
+        """Read a context: as a prefix of one already read, else in its row's own place, else as a branch."""
         ids, rows = context.ids, self._rows_of[live_index]
         row = next((row for row in rows if self._contexts[row].ids[: len(ids)] == ids), None)
         if row is None:

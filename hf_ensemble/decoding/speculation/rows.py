@@ -1,4 +1,4 @@
-"""The rows of a call: what has been decided, what of that is still to be handed out, and drafts that members follow."""
+"""The rows of a call: what has been decided, what is still to be written, and the drafts that members follow."""
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -24,8 +24,8 @@ class EntryWriter:
     An entry is given by its column: an id of the primary, or a union id of what only another member has.
 
     Args:
-        step: The fused step, which says what a column stands for.
-        deciding: Numbers of the members that decide. Others only draft, and stop where they have no position left.
+        step: The fused step, which knows what a column stands for.
+        deciding: Indices of the members that decide. Others only draft, and stop when they have no position left.
     """
 
     def __init__(self, step: FusedStep, deciding: Collection[int]):
@@ -34,10 +34,10 @@ class EntryWriter:
         self._deciding = sorted(deciding)
 
     def entries_of(self, ids: Sequence[int], member: int) -> list[int]:
-        """The entries as which the ensemble is likely to write what a member drafted.
+        """Return the entries that the ensemble is likely to write for a member's draft.
 
         Args:
-            ids: What it drafted, as its own ids.
+            ids: Its draft, in its own ids.
             member: Its number.
         """
         if not self.step.is_wide:
@@ -50,7 +50,7 @@ class EntryWriter:
         return columns
 
     def write(self, contexts: Mapping[int, MemberContext], column: int) -> dict[int, MemberContext]:
-        """Copies of every member's context, after one more entry.
+        """Return copies of every member's context, after one more entry.
 
         Args:
             contexts: The contexts, by member.
@@ -82,9 +82,9 @@ class Row:
         lookup: Its text for prompt look-up; None if nothing is looked up.
         ids: The primary's ids that have been decided.
         num_entries: Number of entries that they were decided as.
-        queue: Those of them that are still to be handed out, each with what is kept of it: None if nothing is, or if the
-            id is forced, as it is not the first of its entry.
-        end: What to raise, or to warn of, when the queue is empty; None if nothing.
+        queue: The ids still to be written, each with its kept rows; None if nothing is kept, or if the id is forced
+            because it is not the first of its entry.
+        end: The error to raise, or the warning to give, when the queue is empty; None for neither.
         rounds: Its rounds so far.
         contexts: Of this round: every member's context before the draft, and after each of its entries.
         columns: The drafted entries, which all members follow.
@@ -92,7 +92,7 @@ class Row:
         used: The positions at which something was written: up to where the row departed from its draft, or ended.
         found: What look-up has found.
         found_by: By how many ids.
-        room: The most entries that may be drafted.
+        room: The largest number of entries that may be drafted.
     """
 
     number: int
@@ -112,7 +112,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """Where the row stands, for errors."""
+        """The position of the row, for errors."""
         return f"in row {self.number} at step {len(self.ids) + 1}"
 
     def begin(self, contexts: dict[int, MemberContext]) -> None:
@@ -125,10 +125,10 @@ class Row:
         self.positions = self.used = range(0)
 
     def follow(self, draft: Sequence[int], writer: EntryWriter) -> None:
-        """Let every member follow a draft, as far as all that decide have positions for it.
+        """Let every member follow a draft, as far as all deciding members have positions for it.
 
         Args:
-            draft: The entries. What they have in common with the last draft has been followed already.
+            draft: The entries. The part in common with the last draft has been followed already.
             writer: Writes entries.
         """
         num_same = num_common(self.columns, draft)
@@ -151,7 +151,7 @@ class Row:
         Args:
             column: The entry.
             ids: The primary's ids that write it.
-            kept: What is kept of the first of them.
+            kept: The kept rows of the first of them.
         """
         self.num_entries += 1
         self.ids += ids
@@ -163,7 +163,7 @@ class Row:
         """Take the next id from the queue; None if the row ends here.
 
         Raises:
-            MemberError: If that is how it ends.
+            MemberError: If the row ends with an error.
         """
         if self.queue:
             return self.queue.popleft()

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SpeculationRound:
-    """One round of one row: every drafted entry that was accepted was written, and one more.
+    """One round of one row: it wrote the accepted entries of the draft, and one more.
 
     Attributes:
-        drafter: `"ngram"`, or the name of the member that drafted; None where nothing was drafted.
+        drafter: `"ngram"`, or the name of the member that drafted; None if nothing was drafted.
         num_drafted: Number of entries that were drafted and verified.
-        num_accepted: Number of those that were accepted. `num_kept` is another name for it.
+        num_accepted: Number of them that were accepted. `num_kept` is an older name for it.
     """
 
     drafter: str | None
@@ -21,7 +21,7 @@ class SpeculationRound:
 
     @property
     def num_kept(self) -> int:
-        """Another name for `num_accepted`."""
+        """Older name for `num_accepted`."""
         return self.num_accepted
 
 
@@ -30,7 +30,7 @@ class SpeculationStats:
     """What came of the drafts of one call.
 
     Attributes:
-        rounds: For each row, its rounds. A row may have been decided further than it was written.
+        rounds: For each row, its rounds. A row may be decided further than it was written.
     """
 
     rounds: list[list[SpeculationRound]]
@@ -42,17 +42,17 @@ class SpeculationStats:
 
     @property
     def drafted(self) -> dict[str, int]:
-        """For each drafter, how many entries it drafted that were verified."""
+        """For each drafter, the number of its drafted entries that were verified."""
         return self._counted("num_drafted")
 
     @property
     def accepted(self) -> dict[str, int]:
-        """For each drafter, how many of its entries were accepted."""
+        """For each drafter, the number of its entries that were accepted."""
         return self._counted("num_accepted")
 
     @property
     def kept(self) -> dict[str, int]:
-        """Another name for `accepted`."""
+        """Older name for `accepted`."""
         return self.accepted
 
     @property
@@ -63,7 +63,7 @@ class SpeculationStats:
 
     @property
     def entries_per_round(self) -> float:
-        """How many entries a round of a row wrote on average: 1 without speculation."""
+        """Mean number of entries that a round of a row wrote: 1 without speculation."""
         return 1 + sum(self.accepted.values()) / max(self.num_rounds, 1)
 
     def _counted(self, what: str) -> dict[str, int]:
