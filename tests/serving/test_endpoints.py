@@ -129,7 +129,7 @@ def test_a_stop_string_ends_an_answer(client, ensemble, endpoint, stream):
 
 @each_way
 def test_another_model_is_a_404(client, endpoint, stream):
-    with pytest.raises(openai.NotFoundError, match="'other' does not exist here: there is 'both' only") as caught:
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist here. This server has 'both' only") as caught:
         ask(client, endpoint, stream, model="other")
     assert caught.value.code == "model_not_found"
 
@@ -176,7 +176,7 @@ NOT_SERVED = {
 def test_what_is_not_served_is_a_400_that_names_it(client, endpoint, stream):
     for options in NOT_SERVED[endpoint]:
         (name,) = options.get("extra_body", options)
-        with pytest.raises(openai.BadRequestError, match=f"`{name}=.* is not served"):
+        with pytest.raises(openai.BadRequestError, match=f"`{name}=.* is not supported"):
             ask(client, endpoint, stream, **options)
 
 

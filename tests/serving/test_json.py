@@ -86,7 +86,7 @@ def test_a_format_that_is_none_is_refused(ask, response_format, words):
 def test_without_the_package_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     found = refusal(tiny_ensemble())
-    assert "hf_ensemble[json]" in found
+    assert 'pip install "xgrammar>=0.2.8"' in found
 
 
 def test_spans_refuse_it_with_the_reason():
