@@ -183,13 +183,16 @@ class Engine:
                     if not self._wakes.wait(_PATIENCE) and not (self._waiting or self._is_closing):
                         self._thread = None
                         return
-                arrivals = [] if self._is_closing else self._arrivals()
             if self._is_closing:
                 self._end_all()
                 return
+            arrivals: list[Job] = []
             try:
-                self._admit(arrivals)
+                # So that those who wait get the places of those who have gone.
                 self._let_go()
+                with self._wakes:
+                    arrivals = self._arrivals()
+                self._admit(arrivals)
                 for key, batch in list(self._batches.items()):
                     self._step(key, batch)
             except Exception as error:  # of our own: who waits is told, and the thread lives on

@@ -17,11 +17,17 @@ pytestmark = [
 ]
 
 ENDPOINTS = ("chat", "completions", "responses")
-WAYS = list(itertools.product(ENDPOINTS, (False, True)))
 
-each_way = pytest.mark.parametrize(
-    ("endpoint", "stream"), WAYS, ids=[f"{name}{', streamed' * stream}" for name, stream in WAYS]
-)
+
+def each_way(*slow_ways):
+    """Every endpoint, streamed or not; some of them only where slow tests run."""
+    ways = [
+        pytest.param(
+            name, stream, id=f"{name}{', streamed' * stream}", marks=[pytest.mark.slow] * (stream in slow_ways)
+        )
+        for name, stream in itertools.product(ENDPOINTS, (False, True))
+    ]
+    return pytest.mark.parametrize(("endpoint", "stream"), ways)
 
 
 @dataclass
@@ -80,7 +86,7 @@ def prompt_of(endpoint):
     return "The cat" if endpoint == "completions" else MESSAGES
 
 
-@each_way
+@each_way()
 def test_an_answer_is_that_of_generate_and_its_budget_cuts_it(client, ensemble, endpoint, stream):
     reply = ask(client, endpoint, stream)
     assert reply.texts == [text_alone(ensemble, prompt_of(endpoint), max_new_tokens=6)]
@@ -127,7 +133,7 @@ def test_a_stop_string_ends_an_answer(client, ensemble, endpoint, stream):
     assert reply.ends == ["stop"]
 
 
-@each_way
+@each_way()
 def test_another_model_is_a_404(client, endpoint, stream):
     with pytest.raises(openai.NotFoundError, match="'other' does not exist here. This server has 'both' only") as caught:
         ask(client, endpoint, stream, model="other")
@@ -144,7 +150,7 @@ def short_client():
         yield client
 
 
-@each_way
+@each_way(True)
 def test_a_prompt_that_is_too_long_is_a_400_with_the_limit(short_client, endpoint, stream):
     with pytest.raises(openai.BadRequestError, match="positions for 48 ids"):
         ask(short_client, endpoint, stream, words="x" * 60, most=2)
@@ -172,7 +178,7 @@ NOT_SERVED = {
 }
 
 
-@each_way
+@each_way(True)
 def test_what_is_not_served_is_a_400_that_names_it(client, endpoint, stream):
     for options in NOT_SERVED[endpoint]:
         (name,) = options.get("extra_body", options)
@@ -180,24 +186,14 @@ def test_what_is_not_served_is_a_400_that_names_it(client, endpoint, stream):
             ask(client, endpoint, stream, **options)
 
 
-@each_way
+@each_way(True)
 def test_what_openai_does_not_have_is_a_422(client, endpoint, stream):
     with pytest.raises(openai.UnprocessableEntityError, match="nonsense"):
         ask(client, endpoint, stream, extra_body={"nonsense": 1})
 
 
-@each_way
+@each_way(True)
 @pytest.mark.parametrize("most", [0, 100_000])
 def test_a_budget_that_is_none_or_too_large_is_a_400(client, endpoint, stream, most):
     with pytest.raises(openai.BadRequestError, match="from 1 to 4096"):
         ask(client, endpoint, stream, most=most)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_several_prompts_are_answered_in_their_order(client, ensemble, stream):
-    texts = ["The cat", "A dog runs"]
-    expected = [text_alone(ensemble, text, max_new_tokens=6) for text in texts]
-    for prompt in (texts, ensemble.tokenizer(texts)["input_ids"]):
-        reply = ask(client, "completions", stream, words=prompt)
-        assert reply.texts == expected
-        assert reply.num_tokens == 12

@@ -1,5 +1,6 @@
 """The server as a service: limits, keys, who has gone, metrics, and other ways of deciding."""
 
+import copy
 import http.client
 import json
 import os
@@ -15,12 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hf_ensemble import ConfigurationError
-from tests.serving.conftest import MESSAGES, client_of, served, text_alone, tiny_ensemble
+from tests.serving.conftest import MESSAGES, alone, client_of, inputs_of, served, text_alone, tiny_ensemble
 
 openai = pytest.importorskip("openai")
 
 from hf_ensemble.decoding.running_batch import RunningBatch  # noqa: E402
 from hf_ensemble.serving import Limits, build_app  # noqa: E402
+from hf_ensemble.serving.engine import Engine, Job  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
 
@@ -87,22 +89,69 @@ def test_a_request_joins_those_that_run_and_a_full_queue_refuses(ensemble, slowl
         assert ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
-@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_who_gives_up_frees_a_place_within_a_step(ensemble, slowly, stream):
+LONG = {
+    "chat/completions": {"messages": MESSAGES, "max_tokens": 2000},
+    "responses": {"input": "The cat", "max_output_tokens": 2000},
+}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "stream"),
+    [
+        ("chat/completions", False),
+        pytest.param("chat/completions", True, marks=pytest.mark.slow),
+        pytest.param("responses", False, marks=pytest.mark.slow),
+        pytest.param("responses", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_client_that_goes_away_frees_its_place(ensemble, slowly, endpoint, stream):
     with served(ensemble) as (app, address), client_of(address) as client:
-        body = json.dumps({"model": "both", "messages": MESSAGES, "max_tokens": 2000, "stream": stream})
+        body = json.dumps({"model": "both", "stream": stream, **LONG[endpoint]})
         connection = http.client.HTTPConnection(address.removeprefix("http://"))
-        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        connection.request("POST", f"/v1/{endpoint}", body, {"Content-Type": "application/json"})
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(ask, client, max_tokens=40)
             until(lambda: 2 in slowly)
             connection.sock.close()
             count = len(slowly)
             until(lambda: slowly[-1] == 1)
-            assert slowly.count(2) + slowly.count(1) - count < 10
+            # Of 50 ms each: how long it takes until the server knows. Then it is the next step.
+            assert len(slowly) - count < 25
             assert other.result().choices[0].message.content == text_alone(ensemble, MESSAGES, max_new_tokens=40)
         assert app.state.engine.metrics.value("texts_given_up_total") == 1
         until(lambda: app.state.engine.num_running == 0)
+
+
+def test_a_text_that_is_given_up_writes_nothing_more_and_the_next_one_takes_its_place(ensemble, monkeypatch):
+    sizes, told, jobs, step = [], {name: [] for name in "abc"}, {}, RunningBatch.step
+
+    def counted(self):
+        sizes.append(len(self.rows))
+        step(self)
+
+    def job(name, count):
+        def tell(written):
+            told[name].append((len(sizes), written))
+            if name == "a" and len(told["a"]) == 3:
+                jobs["a"].give_up()
+
+        config = copy.deepcopy(ensemble.generation_config)
+        config.update(do_sample=False, max_new_tokens=count)
+        return Job(dict(inputs_of(ensemble, "The cat")), config, 0, tell)
+
+    monkeypatch.setattr(RunningBatch, "step", counted)
+    engine = Engine(ensemble, Limits(max_batch=2))
+    jobs |= {"a": job("a", 40), "b": job("b", 9), "c": job("c", 2)}
+    engine.submit(list(jobs.values()))
+    until(lambda: told["b"] and told["b"][-1][1].ends)
+    engine.close()
+    assert [at for at, _ in told["a"]] == [1, 2, 3]
+    assert [at for at, _ in told["c"]] == [4, 5]
+    assert [written.ends for _, written in told["c"]] == [False, True]
+    assert sizes == [2, 2, 2, 2, 2, 1, 1, 1, 1]
+    expected = alone(ensemble, "The cat", max_new_tokens=9)[0]
+    assert [written.id for _, written in told["b"]] == expected
+    assert [written.id for _, written in told["a"]] == expected[:3]
 
 
 @pytest.mark.slow
