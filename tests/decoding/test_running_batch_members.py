@@ -78,7 +78,7 @@ def test_with_members_behind_a_server(served, saved, monkeypatch):
         ]
         with EnsembleForCausalLM.from_pretrained(items, method="unite") as ensemble:
             assert_rows_write_what_they_write_alone(ensemble)
-            with pytest.raises(NotShared, match="constraints .* list few ids"):
+            with pytest.raises(NotShared, match="constraints .* list only a few ids"):
                 Asked(ensemble, PROMPTS[0], max_new_tokens=2, repetition_penalty=1.4)
             # The server lets it be a call of its own.
             options = {"model": "both", "prompt": "The cat", "max_tokens": 4, "frequency_penalty": 0.5}
