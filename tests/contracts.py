@@ -482,7 +482,10 @@ def control_tokens_in_a_users_text_are_text(ensemble: EnsembleForCausalLM, metho
         seen: list[int] = []
 
         def record(module, args, kwargs, seen=seen):
-            seen += kwargs["input_ids"].flatten().tolist()
+            ids, positions = kwargs["input_ids"], kwargs.get("position_ids")
+            # A step of fixed width is padded on the left, by what is at no position of its own.
+            begin = 0 if positions is None else max(0, int((positions[0] == 0).sum()) - 1)
+            seen += ids[:, begin:].flatten().tolist()
 
         run(ensemble, prompt_rows(ensemble, PROMPTS[:1]), method=method, max_new_tokens=1)
         handle = member.model.register_forward_pre_hook(record, with_kwargs=True)

@@ -82,6 +82,14 @@ class CachedRows(ABC):
         """Remember the rows as they are, where they could not roll back to them otherwise."""
         return
 
+    def cut(self, row: int, length: int) -> bool:
+        """Let the cache of a row end earlier, if that takes no work.
+
+        Returns:
+            Whether it does now.
+        """
+        return False
+
     def collect(self, logits: Tensor) -> Tensor:
         """Wait for the logits that were started last, and give the caller its own."""
         return logits

@@ -124,6 +124,19 @@ class MemberState:
         """The ids that were asked for, with their logits."""
         return self.caches.logits_of()
 
+    def know(self, row: int, logits: Tensor) -> None:
+        """Take the logits after a row's context from whoever has them, where the cache can be cut there.
+
+        Args:
+            row: The row, whose cache begins with its context.
+            logits: Of shape `(vocab_size,)`.
+        """
+        count = len(self.contexts[row].ids)
+        if self._logits is not None and self.num_cached(row, self.contexts[row]) == count and self.caches.cut(row, count):
+            self._collect()
+            self._logits[row, -1] = logits
+            self._has_logits[row] = True
+
     def run_ahead(self, last_ids: Tensor) -> bool:
         """Start the step after one more id of every row before the host knows it, where the cache allows.
 

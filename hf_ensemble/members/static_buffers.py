@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,16 @@ from .cuda_graphs import capture, lock_of
 from .fused_model import fused_model
 from .member_model import MemberModel, is_out_of_memory
 
-WIDTHS = (1, 2, 4, 8, 16)
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of new ids a row for which steps are captured; a step takes the next one up, and longer ones are not captured."""
+
+_MOST_CAPTURED = 512
+"""Most ids of all rows together that a captured step of more than one id a row takes: larger ones keep a GPU busy anyway."""
+
+_USES_BEFORE_CAPTURE = {True: 1, False: 3}
+"""How often steps of a width run before they are captured: of widths that every text has, and of others."""
+
+_EVERYDAY_WIDTH = 16
 
 GROWTH = 1.5
 """How much more capacity is taken where it has run out, and how much more than is asked for may be reused."""
@@ -72,16 +81,26 @@ def masks_of(member: MemberModel) -> Masks:
     return masks
 
 
-class _SlotCache(Cache):
-    """Keys and values of every layer in slots; new ones, at `positions`, are put where `slots` says."""
+def width_of(num_new: int, num_rows: int) -> int | None:
+    """How many ids a row a step takes that has to take `num_new`; None if such steps are not captured."""
+    width = next((width for width in WIDTHS if width >= num_new), None)
+    return width if width is not None and (width == 1 or width * num_rows <= _MOST_CAPTURED) else None
 
-    def __init__(self, num_rows: int, capacity: int):
+
+class _SlotCache(Cache):
+    """Keys and values of every layer in slots; new ones, at `positions`, are put where `slots` says.
+
+    Layers that are alike are views of one tensor, so that rows are copied in one go.
+    """
+
+    def __init__(self, num_rows: int, capacity: int, num_alike: int = 1):
         super().__init__(layers=[])
-        self.num_rows, self.capacity = num_rows, capacity
+        self.num_rows, self.capacity, self._num_alike = num_rows, capacity, num_alike
         self.slots: Tensor | None = None
         self.positions: Tensor | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.blocks: list[Tensor] = []  # (num_layers, num_rows, num_heads, capacity, width) of keys, then of values
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         keys, values = self.layer(layer_idx, key_states, value_states)
@@ -90,13 +109,26 @@ class _SlotCache(Cache):
     def layer(self, index: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """The slots of a layer's keys and values, for states like these, of shape `(num_rows, num_heads, …, width)`."""
         if index == len(self.keys):
-            self.keys.append(self.slots_for(key_states))
-            self.values.append(self.slots_for(value_states))
+            self.add(self.slots_for(key_states), self.slots_for(value_states))
         return self.keys[index][: len(key_states)], self.values[index][: len(key_states)]
 
     def slots_for(self, states: Tensor) -> Tensor:
-        """Empty slots for a layer with states like these."""
-        return states.new_zeros(self.num_rows, states.shape[1], self.capacity, states.shape[-1])
+        """Empty slots for layers with states like these."""
+        return states.new_zeros(self._num_alike, self.num_rows, states.shape[1], self.capacity, states.shape[-1])
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        """Add the slots of layers."""
+        self.blocks += [keys, values]
+        self.keys += keys.unbind()
+        self.values += values.unbind()
+
+    def take(self, other: "_SlotCache", rows: Tensor, into: Tensor, length: int) -> None:
+        """Copy the first `length` slots of rows of another cache into rows of this one."""
+        for n in range(len(self.blocks), len(other.blocks), 2):
+            keys, values = other.blocks[n : n + 2]
+            self.add(*(self.slots_for(held[0]) for held in (keys, values)))
+        for mine, theirs in zip(self.blocks, other.blocks, strict=True):
+            mine[..., :length, :].index_copy_(1, into, theirs[..., :length, :].index_select(1, rows))
 
     def _put(self, held: Tensor, new: Tensor) -> Tensor:
         assert self.slots is not None
@@ -147,13 +179,14 @@ class StaticBuffers:
         self.made_for, self.is_fused = made_for, is_fused
         self.num_rows, self.capacity = num_rows, capacity
         self.device = member.device
-        self.cache = _SlotCache(num_rows, capacity)
         self._masks = masks_of(member)
         self._fused = fused_model(member) if is_fused else None
+        config: Any = member.model.config.get_text_config(decoder=True)
+        self.cache = _SlotCache(num_rows, capacity, config.num_hidden_layers if is_fused else 1)
         self._is_cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._is_cuda else None
         self._can_capture = self._is_cuda
-        self._warm: set[tuple[int, int, int]] = set()
+        self._uses: Counter[tuple[int, int, int]] = Counter()
         self._steps: dict[tuple[int, int, int], _Step] = {}
         self._pool: Any = None
         self._is_running = False
@@ -176,11 +209,12 @@ class StaticBuffers:
             self.wait()
             key = (len(packed), packed.shape[1] - 1, num_logits)
             step = self._steps.get(key)
-            if step is None and self._can_capture and key[1] in WIDTHS and key in self._warm:
+            is_due = self._uses[key] >= _USES_BEFORE_CAPTURE[key[1] <= _EVERYDAY_WIDTH]
+            if step is None and self._can_capture and is_due and width_of(key[1], key[0]) == key[1]:
                 step = self._capture(key)
             self.holds_logits = step is not None
             if step is None:
-                self._warm.add(key)
+                self._uses[key] += 1
                 there = packed.to(self.device)
             else:
                 there = step.packed.copy_(packed.pin_memory(), non_blocking=True)
@@ -220,17 +254,13 @@ class StaticBuffers:
             self.wait()
             other.wait()
             there, here = (torch.tensor(list(some), device=self.device) for some in (rows, into))
-            for mine, theirs in ((self.cache.keys, other.cache.keys), (self.cache.values, other.cache.values)):
-                for layer, held in enumerate(theirs):
-                    if layer == len(mine):
-                        mine.append(self.cache.slots_for(held))
-                    mine[layer][:, :, :length].index_copy_(0, here, held[:, :, :length].index_select(0, there))
+            self.cache.take(other.cache, there, here, length)
 
     def clear(self) -> None:
         """Forget what is in the slots: what is not seen must still be a number."""
         with self._context():
             self.wait()
-            for held in (*self.cache.keys, *self.cache.values):
+            for held in self.cache.blocks:
                 held.zero_()
 
     @contextmanager
@@ -249,7 +279,7 @@ class StaticBuffers:
         positions = starts + torch.arange(ids.shape[1], device=packed.device)
         self.cache.slots = torch.where(positions < 0, self.capacity - 1, positions)
         self.cache.positions = positions = positions.clamp_min(0)
-        fused = self._fused if ids.shape[1] in WIDTHS else None
+        fused = self._fused if width_of(ids.shape[1], len(ids)) == ids.shape[1] else None
         # What reads no mask still has to be given one, or it would make one.
         masks = self._masks(positions, 1 if fused is not None else self.capacity)
         return self.member.forward(ids, positions, masks, self.cache, num_logits, fused)

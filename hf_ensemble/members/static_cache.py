@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .cached_rows import AHEAD, CachedRows, last_ids, most_new
-from .static_buffers import GROWTH, WIDTHS, BufferPool, StaticBuffers
+from .static_buffers import GROWTH, BufferPool, StaticBuffers, width_of
 
 _GRAIN = 64
 """Capacities are multiples of it. Attention reads all slots, so there are no more than a call is expected to need."""
@@ -54,8 +54,8 @@ class StaticRows(CachedRows):
         lengths = list(map(len, texts))
         self._reserve(len(texts), max(lengths))
         num_logits = max(num_last)
-        width = next((width for width in WIDTHS if width >= num_new), num_new)
-        num_rows = _power_of_two(len(texts)) if width in WIDTHS else len(texts)
+        captured = width_of(num_new, _power_of_two(len(texts)))
+        width, num_rows = (captured, _power_of_two(len(texts))) if captured else (num_new, len(texts))
         rows = [last_ids(text, width) for text in texts]
         rows += [[0] * width] * (num_rows - len(rows))
         starts = [length - width for length in lengths] + [-width] * (num_rows - len(lengths))
@@ -69,7 +69,7 @@ class StaticRows(CachedRows):
             begin = end
         logits = self._held.run(
             torch.cat([packed[:, begin:-1], packed[:, -1:] + begin], dim=-1),
-            1 if num_logits == 1 else width if width in WIDTHS else num_logits,
+            1 if num_logits == 1 else captured or num_logits,
         )
         self._follow(texts, num_cached)
         return logits[: len(texts), -num_logits:]
@@ -84,6 +84,11 @@ class StaticRows(CachedRows):
         for held in self.cached:
             held.append(AHEAD)
         return logits[: len(lengths)]
+
+    def cut(self, row: int, length: int) -> bool:
+        """Let the cache of a row end earlier: what stands in later slots is never seen."""
+        del self.cached[row][length:]
+        return True
 
     def beside(self) -> AbstractContextManager[None]:
         """Launch on the stream of the steps; the rows must have been read."""

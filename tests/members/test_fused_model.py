@@ -121,6 +121,7 @@ STEPS = [  # a prompt, a token each, several in one row, a step back and another
     (([5, 6, 7, 8, 9, 10, 13, 15, 16, 17], [11, 12, 14, 18]), 2),
     (([5, 6, 7, 19], [11, 12, 14, 18, 20]), 1),
     (([5, 6, 7, 19, *range(21, 45)], [11, 12, 14, 18, 20, 21]), 1),
+    (([5, 6, 7, 19, *range(21, 45), *[8, 9] * 80], [11, 12, 14, 18, 20, 21, 22]), 1),
 ]  # fmt: skip
 
 
@@ -128,8 +129,8 @@ STEPS = [  # a prompt, a token each, several in one row, a step back and another
 def test_fused_steps_give_the_logits_of_the_model(kind, kernels):
     member = LocalMember(KINDS[kind](contracts.small()).to(kernels.device), contracts.small())
     found = follow(member, "fused", STEPS)
-    # A prompt of six takes a step of eight, and 24 more take one that is not fused.
-    assert len(kernels.calls) == 4 * member.config.num_hidden_layers
+    # A prompt of six takes a step of eight, 24 more one of 32, and 160 more one that is not fused.
+    assert [args[0].shape[1] for args in kernels.calls[:: member.config.num_hidden_layers]] == [8, 1, 4, 1, 32]
     for one, expected in zip(found, follow(member, "recompute", STEPS), strict=True):
         torch.testing.assert_close(one, expected, atol=2e-4, rtol=1e-3)
 

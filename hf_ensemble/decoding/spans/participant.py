@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ...errors import MemberError
+from ...members.cuda_graphs import Captured
 from ...members.state import MemberState, PlainContext
 from ...methods.sweetspan import SpanScore, SweetSpanConfig, span_score
 from ...recording.spans import SpanCandidate
@@ -34,6 +35,7 @@ class Proposal:
         eos_log_probs: The log-probability of all EOS ids together, at each id's position.
         best_eos: The best EOS id at each id's position.
         first_log_probs: Log-probabilities of the first id, of shape `(vocab_size,)`.
+        last_logits: The logits from which the last id was chosen, of the same shape.
     """
 
     span: Span
@@ -42,6 +44,7 @@ class Proposal:
     eos_log_probs: list[float]
     best_eos: list[int]
     first_log_probs: Tensor
+    last_logits: Tensor
 
 
 @dataclass
@@ -108,11 +111,12 @@ class Participant(MemberState):
 
     def __init__(self, call: Call, loop: Loop, index: int, eos_ids: Sequence[int], contexts: Sequence[MemberContext]):
         member, settings = call.members[index], loop.settings
-        super().__init__(member, contexts, None if settings.use_cache is not False else "recompute")
+        mode = None if settings.use_cache is not False else "recompute"
+        self._config: SweetSpanConfig = call.config  # type: ignore[assignment]
+        super().__init__(member, contexts, mode, loop.max_new_tokens + 2 * self._config.span_length)
         self.index = index
         self.eos_ids = list(eos_ids)
         self.log_probs = OwnLogProbs(member)
-        self._config: SweetSpanConfig = call.config  # type: ignore[assignment]
         self._primary = call.members[0].encoder
         self._processors = LogitsProcessorList(loop.processors)
         self._draws = call.draws.of_member(index) if settings.do_sample else None
@@ -122,6 +126,8 @@ class Participant(MemberState):
         self._is_no_text = torch.as_tensor(~may_be_written, device=member.device)
         self._control_eos = torch.tensor(control_eos, dtype=torch.long, device=member.device)
         self._fork: MemberState | None = None
+        self._best = Captured(self._best_of, can_capture=self.member.is_captured)
+        self._proposals: Sequence[Proposal] = ()
 
     # Writing
 
@@ -147,13 +153,15 @@ class Participant(MemberState):
         contexts = self.contexts
         self.contexts = drafts = [PlainContext(list(context.ids)) for context in contexts]
         num_free = [self.member.max_length - len(draft.ids) for draft in drafts]
-        first_log_probs = log_probs = self.log_probs(logits)
+        first_log_probs: Tensor | None = None
         steps: list[Tensor] = []
         written: list[list[int]] = [[] for _ in rows]
         lengths = [0] * len(rows)
+        last_logits: dict[int, Tensor] = {}
         while True:
-            chosen, is_empty = self._choose_ids(rows, logits, written, lengths)
-            steps.append(self._seen(log_probs, chosen, is_empty))
+            chosen, seen, log_probs = self._choose_ids(rows, logits, written, lengths)
+            first_log_probs = log_probs if first_log_probs is None else first_log_probs
+            steps.append(seen)
             for place, i in enumerate(chosen.tolist()):
                 written[place].append(i)
                 # A complete row continues as long as it has positions, so that all rows' caches grow together.
@@ -161,13 +169,12 @@ class Participant(MemberState):
                 if has_room:
                     drafts[place].ids.append(i)
                 if not lengths[place] and (not has_room or self._span(rows[place], written[place]).is_complete):
-                    lengths[place] = len(steps)
+                    lengths[place], last_logits[place] = len(steps), logits[place]
             if all(lengths):
                 break
             self.start()
             yield
             logits = self.logits()
-            log_probs = self.log_probs(logits)
         self.contexts = contexts
         proposals = []
         for place, seen in enumerate(torch.stack(steps, dim=-1).transpose(0, 1).tolist()):
@@ -185,7 +192,9 @@ class Participant(MemberState):
             if contexts[place].loses_space:
                 # Its tokenizer's space before a first word.
                 span = dataclasses.replace(span, data=span.data.removeprefix(b" ") or span.data)
-            proposals.append(Proposal(span, ids, own, eos, list(map(int, best_eos)), first_log_probs[place]))
+            found = own, eos, list(map(int, best_eos)), first_log_probs[place], last_logits[place]
+            proposals.append(Proposal(span, ids, *found))
+        self._proposals = proposals
         return proposals
 
     def _span(self, row: SpanRow, ids: Sequence[int]) -> Span:
@@ -194,13 +203,18 @@ class Participant(MemberState):
 
     def _choose_ids(
         self, rows: Sequence[SpanRow], logits: Tensor, written: Sequence[Sequence[int]], lengths: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Choose the next id of every row, and say in which rows there was none to choose, each `(num_rows,)`.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose the next id of every row.
 
         Nothing is drawn for complete spans, whose length is not 0.
+
+        Returns:
+            The ids, of shape `(num_rows,)`; what `_seen` says of them; log-probabilities of all ids.
         """
-        scores = logits.float().masked_fill(self._is_no_text, -torch.inf)
         early = [place for place, ids in enumerate(written) if self._is_early(rows[place], ids)]
+        if not (early or self._processors or self._draws):
+            return self._best(logits)  # type: ignore[return-value]
+        scores = logits.float().masked_fill(self._is_no_text, -torch.inf)
         if early and self.eos_ids:
             scores[torch.tensor(early)[:, None], torch.tensor(self.eos_ids)] = -torch.inf
         if self._processors:
@@ -210,14 +224,20 @@ class Participant(MemberState):
                 for place, draft in enumerate(self.contexts)
             ]
             scores = torch.cat(of_rows)
-        best = scores.amax(-1, keepdim=True)
-        is_empty = ~(best[:, 0] > -torch.inf)
-        if self._draws is None:
-            return scores.argmax(-1), is_empty
-        # The draw fails for all rows if one has no finite score. Such a row draws anything here, and `propose` raises.
-        probs = scores.masked_fill(~best.isfinite(), 0.0).softmax(-1)
-        drawing = [None if length else row.number for row, length in zip(rows, lengths, strict=True)]
-        return self._draws.choose(probs, drawing), is_empty
+        chosen = scores.argmax(-1)
+        if self._draws is not None:
+            # The draw fails for all rows if one has no finite score. Such a row draws anything here, and `propose` raises.
+            probs = scores.masked_fill(~scores.amax(-1, keepdim=True).isfinite(), 0.0).softmax(-1)
+            drawing = [None if length else row.number for row, length in zip(rows, lengths, strict=True)]
+            chosen = self._draws.choose(probs, drawing)
+        log_probs = self.log_probs(logits)
+        return chosen, self._seen(log_probs, chosen, scores), log_probs
+
+    def _best_of(self, logits: Tensor) -> tuple[Tensor, ...]:
+        """What `_choose_ids` does where nothing acts on the logits."""
+        scores = logits.float().masked_fill(self._is_no_text, -torch.inf)
+        chosen, log_probs = scores.argmax(-1), self.log_probs(logits)
+        return chosen, self._seen(log_probs, chosen, scores), log_probs
 
     def _is_early(self, row: SpanRow, ids: Sequence[int]) -> bool:
         """Whether a row has too few of the primary's ids for its text to end."""
@@ -226,8 +246,9 @@ class Participant(MemberState):
             ids = self._primary.encode_context_bytes(self.member.encoder.token_bytes.write(ids))
         return len(ids) < missing
 
-    def _seen(self, log_probs: Tensor, chosen: Tensor, is_empty: Tensor) -> Tensor:
+    def _seen(self, log_probs: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         """What the host reads of a step when the span is complete, of shape `(5, num_rows)`; see `propose`."""
+        is_empty = ~(scores.amax(-1) > -torch.inf)
         eos_log_probs, best_eos = self._eos_log_probs(log_probs)
         of_chosen = log_probs.gather(-1, chosen[:, None])[:, 0]
         seen = [of_chosen, eos_log_probs, best_eos, log_probs.amax(-1).isnan(), is_empty]
@@ -337,7 +358,14 @@ class Participant(MemberState):
         if self._fork is not None and any(row is not None for row in rows):
             self.adopt(self._fork, rows)
         self._fork = None
+        begun = [len(context.ids) for context in self.contexts]
         self.contexts = [item.context if item else old for item, old in zip(chosen, self.contexts, strict=True)]
+        for place, own in enumerate(self._proposals):
+            item = chosen[place]
+            # The last id mostly only showed that the span was complete.
+            if item and rows[place] is None and item.context.ids[begun[place] :] == own.ids[:-1]:
+                self.know(place, own.last_logits)
+        self._proposals = ()
 
 
 def primary_ids(encoder: ByteEncoder, data: bytes, own: Sequence[int] = ()) -> list[int] | None:

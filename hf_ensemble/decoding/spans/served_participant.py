@@ -108,6 +108,7 @@ class ServedParticipant(Participant):
             [log_prob for log_prob, _ in eos],
             [best for _, best in eos],
             Tensor(),
+            Tensor(),
         )
 
     def _eos_of(self, others: Mapping[int, float]) -> tuple[float, int]:
