@@ -8,13 +8,13 @@ from .. import messages
 from ..errors import MemberError
 from ..members.member import Member
 from ..members.state import MemberState
+from ..members.transfer import sent
 from ..methods.base import TokenMethod
 from .call import Call
 from .few_entries import FewEntries
 from .listed_ids import ListedIds
 from .member_seconds import MemberSeconds
 from .prompts import expand_prompts, read_prompts
-from .step import sent
 from .text_warnings import warn_of_control, warn_of_losses
 
 

@@ -6,12 +6,13 @@ texts. Only this module handles gates, weights, members that sit out, masks and 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..members.member import Member
+from ..members.transfer import sent
 from ..methods.base import CapturedMix, Mixed, TokenMethod
 from ..methods.gac import Gac
 from ..mixing import fold
@@ -380,9 +381,3 @@ def with_known(normalizers: Tensor, known: Mapping[int, Tensor | None], weights:
         mean = torch.where(total > 0, (shares * normalizers).sum(-1) / total, 0.0)
         normalizers[:, unknown] = mean[:, None]
     return normalizers
-
-
-def sent(numbers: Any, device: torch.device) -> Tensor:
-    """Values of the host, copied to a device without waiting for it."""
-    there = torch.as_tensor(numbers).contiguous()  # expanded rows cannot be pinned
-    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)

@@ -10,6 +10,7 @@ from transformers import LogitsProcessor
 
 from .. import messages
 from ..errors import MemberError
+from ..members.transfer import sent
 from ..methods.base import TokenMethod
 from ..recording.recorder import DecisionRecorder
 from .allowed import with_allowed
@@ -18,7 +19,7 @@ from .call import end_ids as end_ids_of
 from .live_rows import LiveRows
 from .progress import RowProgress
 from .proposals import Proposals, RaisedIds
-from .step import Fused, FusedStep, sent
+from .step import Fused, FusedStep
 
 
 class TokenDecoder:

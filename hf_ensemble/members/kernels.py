@@ -15,6 +15,9 @@ _MOST_SPLITS = 64
 _LEAST_SPLIT = 64
 """Least slots in each."""
 
+_MANY = 2048
+"""So many parts of all rows and heads keep a GPU busy."""
+
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, adds_one: bool) -> Tensor:
     """Divide by the root of the mean square, and scale.
@@ -175,13 +178,15 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale
     num_kept, capacity = keys.shape[1:3]
     group = num_heads // num_kept
     count = group * num_new
-    split = max(_LEAST_SPLIT, triton.next_power_of_2(triton.cdiv(capacity, _MOST_SPLITS)))
+    block = min(64, max(16, triton.next_power_of_2(count)))
+    num_blocks = triton.cdiv(count, block)
+    wanted = min(_MOST_SPLITS, max(1, _MANY // (num_rows * num_kept * num_blocks)))
+    split = max(_LEAST_SPLIT, triton.next_power_of_2(triton.cdiv(capacity, wanted)))
     num_splits = triton.cdiv(capacity, split)
     parts = torch.empty(num_rows * num_kept * num_splits * count, width, dtype=torch.float32, device=query.device)
     logsums = torch.empty(len(parts), dtype=torch.float32, device=query.device)
     found, positions = torch.empty_like(query), positions.contiguous()
-    block = min(64, max(16, triton.next_power_of_2(count)))
-    _attend[(num_rows * num_kept, num_splits, triton.cdiv(count, block))](
+    _attend[(num_rows * num_kept, num_splits, num_blocks)](
         query, keys, values, positions, parts, logsums, scale, keys.stride(0), keys.stride(1),
         num_new, num_kept, num_splits, split, group, window or 0, width, block,
         "ieee" if query.dtype == torch.float32 else "tf32", num_warps=4,

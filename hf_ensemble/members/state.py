@@ -12,6 +12,7 @@ from torch import Tensor
 from .cached_rows import AHEAD, CAPTURED_MODES, CachedRows
 from .entries import Entries, EntryIds
 from .member import Member
+from .transfer import sent
 
 
 @dataclass
@@ -132,7 +133,11 @@ class MemberState:
             logits: Of shape `(vocab_size,)`.
         """
         count = len(self.contexts[row].ids)
-        if self._logits is not None and self.num_cached(row, self.contexts[row]) == count and self.caches.cut(row, count):
+        if (
+            self._logits is not None
+            and self.num_cached(row, self.contexts[row]) == count
+            and self.caches.cut(row, count)
+        ):
             self._collect()
             self._logits[row, -1] = logits
             self._has_logits[row] = True
@@ -203,7 +208,7 @@ class MemberState:
             self._has_logits[place] = fork._has_logits[row]
         if self._logits is not None and fork._logits is not None:
             own, new = (logits[:, -1:] for logits in (self._logits, fork._logits))
-            places, of_fork = torch.tensor(taken, device=own.device).T
+            places, of_fork = sent(taken, own.device).T
             self._logits = own.index_copy(0, places, new[of_fork])
 
     def extend(self, contexts: Sequence[Any]) -> None:
@@ -237,7 +242,7 @@ class MemberState:
                 self.caches.select(rows)
             self._has_logits = [self._has_logits[row] for row in rows]
             if self._logits is not None:
-                self._logits = self._logits[torch.tensor(list(rows), device=self._logits.device, dtype=torch.long)]
+                self._logits = self._logits[sent(torch.tensor(list(rows), dtype=torch.long), self._logits.device)]
         self.contexts = [self.contexts[row] for row in rows] if contexts is None else list(contexts)
 
 

@@ -16,17 +16,18 @@ from ..errors import MemberError
 from .cuda_graphs import capture, lock_of
 from .fused_model import fused_model
 from .member_model import MemberModel, is_out_of_memory
+from .transfer import sent
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Numbers of new ids a row for which steps are captured; a step takes the next one up, and longer ones are not captured."""
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Numbers of new ids a row for which steps are captured; a step takes the next one up."""
 
-_MOST_CAPTURED = 512
-"""Most ids of all rows together that a captured step of more than one id a row takes: larger ones keep a GPU busy anyway."""
+_MOST_CAPTURED = 1024
+"""Most ids of all rows together that a captured step takes, unless each row has a single one."""
 
-_USES_BEFORE_CAPTURE = {True: 1, False: 3}
-"""How often steps of a width run before they are captured: of widths that every text has, and of others."""
+_EVERYDAY = 16
+"""Steps of up to so many ids a row are captured at once, longer ones when they have come several times."""
 
-_EVERYDAY_WIDTH = 16
+_USES_OF_OTHERS = 3
 
 GROWTH = 1.5
 """How much more capacity is taken where it has run out, and how much more than is asked for may be reused."""
@@ -82,9 +83,13 @@ def masks_of(member: MemberModel) -> Masks:
 
 
 def width_of(num_new: int, num_rows: int) -> int | None:
-    """How many ids a row a step takes that has to take `num_new`; None if such steps are not captured."""
-    width = next((width for width in WIDTHS if width >= num_new), None)
-    return width if width is not None and (width == 1 or width * num_rows <= _MOST_CAPTURED) else None
+    """How many ids a row a captured step takes that has to take `num_new`; None if there is no such step."""
+    return next((width for width in WIDTHS if num_new <= width <= max(1, _MOST_CAPTURED // num_rows)), None)
+
+
+def widest(num_rows: int) -> int:
+    """How many ids a row a captured step takes at most."""
+    return max(width for width in WIDTHS if width <= max(1, _MOST_CAPTURED // num_rows))
 
 
 class _SlotCache(Cache):
@@ -209,7 +214,7 @@ class StaticBuffers:
             self.wait()
             key = (len(packed), packed.shape[1] - 1, num_logits)
             step = self._steps.get(key)
-            is_due = self._uses[key] >= _USES_BEFORE_CAPTURE[key[1] <= _EVERYDAY_WIDTH]
+            is_due = self._uses[key] >= (1 if key[1] <= _EVERYDAY else _USES_OF_OTHERS)
             if step is None and self._can_capture and is_due and width_of(key[1], key[0]) == key[1]:
                 step = self._capture(key)
             self.holds_logits = step is not None
@@ -253,7 +258,7 @@ class StaticBuffers:
         with self._context():
             self.wait()
             other.wait()
-            there, here = (torch.tensor(list(some), device=self.device) for some in (rows, into))
+            there, here = (sent(list(some), self.device) for some in (rows, into))
             self.cache.take(other.cache, there, here, length)
 
     def clear(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .cached_rows import AHEAD, CachedRows, last_ids, most_new
-from .static_buffers import GROWTH, BufferPool, StaticBuffers, width_of
+from .static_buffers import GROWTH, BufferPool, StaticBuffers, widest, width_of
 
 _GRAIN = 64
 """Capacities are multiples of it. Attention reads all slots, so there are no more than a call is expected to need."""
@@ -50,29 +50,41 @@ class StaticRows(CachedRows):
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
         """Start a step for all rows, or several for long prompts."""
         num_cached = self._num_cached_of(texts)
-        num_new = most_new(texts, num_cached, num_last)
+        num_logits = max(num_last)
+        widths, num_rows, num_taken = self._passes(most_new(texts, num_cached, num_last), len(texts), num_logits)
         lengths = list(map(len, texts))
         self._reserve(len(texts), max(lengths))
-        num_logits = max(num_last)
-        captured = width_of(num_new, _power_of_two(len(texts)))
-        width, num_rows = (captured, _power_of_two(len(texts))) if captured else (num_new, len(texts))
+        width = sum(widths)
         rows = [last_ids(text, width) for text in texts]
         rows += [[0] * width] * (num_rows - len(rows))
         starts = [length - width for length in lengths] + [-width] * (num_rows - len(lengths))
         packed = torch.tensor([[*row, start] for row, start in zip(rows, starts, strict=True)])
-        at_once = max(num_logits, _IDS_AT_ONCE // num_rows)
         begin = 0
-        while width - begin > at_once:
+        for size in widths:
             # The last pass holds all the ids whose logits are wanted.
-            end = min(begin + at_once, width - num_logits)
-            self._held.run(torch.cat([packed[:, begin:end], packed[:, -1:] + begin], dim=-1), 1)
-            begin = end
-        logits = self._held.run(
-            torch.cat([packed[:, begin:-1], packed[:, -1:] + begin], dim=-1),
-            1 if num_logits == 1 else captured or num_logits,
-        )
+            part = torch.cat([packed[:, begin : begin + size], packed[:, -1:] + begin], dim=-1)
+            begin += size
+            logits = self._held.run(part, 1 if begin < width else num_taken)
         self._follow(texts, num_cached)
         return logits[: len(texts), -num_logits:]
+
+    def _passes(self, num_new: int, num_texts: int, num_logits: int) -> tuple[list[int], int, int]:
+        """How many ids a row each forward pass takes, for how many rows, and how many logits the last one gives."""
+        num_rows = _power_of_two(num_texts)
+        most = widest(num_rows)
+        if num_logits <= most and (num_new <= most or self.mode == "fused"):
+            num_full = (num_new - 1) // most
+            first = width_of(num_new - num_full * most, num_rows)
+            num_taken = width_of(num_logits, num_rows)
+            assert first is not None
+            assert num_taken is not None
+            # All the ids whose logits are wanted are in one.
+            widths = [first, *[most] * num_full]
+            return widths, num_rows, min(num_taken, widths[-1])
+        at_once = max(num_logits, _IDS_AT_ONCE // num_texts)
+        num_before = max(0, num_new - at_once)
+        sizes = [at_once] * (num_before // at_once) + ([num_before % at_once] if num_before % at_once else [])
+        return [*sizes, num_new - num_before], num_texts, num_logits
 
     def run_ahead(self, last_ids: Tensor) -> Tensor | None:
         """Start the step after one more id in every row; None where there is no room for it."""

@@ -10,6 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from hf_ensemble import MemberError
 from hf_ensemble.members import fused_model as fusing
+from hf_ensemble.members import static_buffers
 from hf_ensemble.members.local import LocalMember
 from hf_ensemble.members.state import MemberState, PlainContext
 from tests import contracts, tiny
@@ -129,8 +130,18 @@ STEPS = [  # a prompt, a token each, several in one row, a step back and another
 def test_fused_steps_give_the_logits_of_the_model(kind, kernels):
     member = LocalMember(KINDS[kind](contracts.small()).to(kernels.device), contracts.small())
     found = follow(member, "fused", STEPS)
-    # A prompt of six takes a step of eight, 24 more one of 32, and 160 more one that is not fused.
-    assert [args[0].shape[1] for args in kernels.calls[:: member.config.num_hidden_layers]] == [8, 1, 4, 1, 32]
+    # A prompt of six takes a step of eight, 24 more one of 32, 160 more one of 256.
+    assert [args[0].shape[1] for args in kernels.calls[:: member.config.num_hidden_layers]] == [8, 1, 4, 1, 32, 256]
+    for one, expected in zip(found, follow(member, "recompute", STEPS), strict=True):
+        torch.testing.assert_close(one, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_long_texts_are_read_in_several_fused_steps(kernels, monkeypatch):
+    monkeypatch.setattr(static_buffers, "_MOST_CAPTURED", 16)
+    member = LocalMember(KINDS["gemma3"](contracts.small()).to(kernels.device), contracts.small())
+    found = follow(member, "fused", STEPS)
+    widths = [args[0].shape[1] for args in kernels.calls[:: member.config.num_hidden_layers]]
+    assert widths == [8, 1, 4, 1, *[8] * 3, *[8] * 20]
     for one, expected in zip(found, follow(member, "recompute", STEPS), strict=True):
         torch.testing.assert_close(one, expected, atol=2e-4, rtol=1e-3)
 

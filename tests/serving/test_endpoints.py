@@ -135,7 +135,9 @@ def test_a_stop_string_ends_an_answer(client, ensemble, endpoint, stream):
 
 @each_way()
 def test_another_model_is_a_404(client, endpoint, stream):
-    with pytest.raises(openai.NotFoundError, match="'other' does not exist here. This server has 'both' only") as caught:
+    with pytest.raises(
+        openai.NotFoundError, match="'other' does not exist here. This server has 'both' only"
+    ) as caught:
         ask(client, endpoint, stream, model="other")
     assert caught.value.code == "model_not_found"
 

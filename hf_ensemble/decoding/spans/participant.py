@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList
 from ...errors import MemberError
 from ...members.cuda_graphs import Captured
 from ...members.state import MemberState, PlainContext
+from ...members.transfer import sent
 from ...methods.sweetspan import SpanScore, SweetSpanConfig, span_score
 from ...recording.spans import SpanCandidate
 from ...vocabulary.context import MemberContext
@@ -333,7 +334,7 @@ class Participant(MemberState):
         sums = []
         for place, reading in todo:
             first = proposals[place].first_log_probs
-            new = torch.tensor(reading.ids, device=first.device)
+            new = sent(torch.tensor(reading.ids, dtype=torch.long), first.device)
             total = first[new[:1]].double().sum()
             best_eos = total.new_tensor(-1.0)
             if reading.fork_row is not None:

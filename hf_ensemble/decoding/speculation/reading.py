@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ...members.state import MemberState
+from ...members.transfer import sent
 from ...vocabulary.context import MemberContext
-from ..step import sent
 from .rows import Row
 
 
