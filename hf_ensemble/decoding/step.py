@@ -128,6 +128,23 @@ class FusedStep:
         """Whether the weights alone determine which members are needed, so that this is known before the step."""
         return self._gate is None and self._draws is None
 
+    def needed_next(self, plan: Tensor, decides: Sequence[bool], weights_vary: bool) -> Tensor | None:
+        """Which members the next step needs, where that is known before it.
+
+        Args:
+            plan: The weights of this step, of shape `(num_positions, num_members)`.
+            decides: Where something is chosen.
+            weights_vary: Whether the weights may be others then.
+
+        Returns:
+            Of the shape of `plan`; None if it is not known.
+        """
+        if self._gate is not None:
+            # The gate is asked wherever something is chosen, and says whether the others are.
+            is_gate = torch.arange(plan.shape[1]) == self._gate[0]
+            return torch.tensor(decides)[:, None] & is_gate
+        return plan != 0 if self.follows_weights and not weights_vary else None
+
     def _mixed(
         self, logits: Sequence[Tensor | None], weights: Tensor, starts: Sequence[int], is_whole: bool = False
     ) -> Mixed:

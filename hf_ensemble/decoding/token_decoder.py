@@ -328,11 +328,10 @@ class TokenDecoder:
         Args:
             input_ids: All ids so far, of shape `(batch_size, length)`.
         """
-        live = self.rows.live
-        is_known = self._may_run_ahead(1) and not any(self._progress[row].to_write for row in live)
-        if not self.rows.runs_primary or not is_known or self._last_plan is None:
+        live, needed = self.rows.live, self._needed_next(1)
+        if not self.rows.runs_primary or needed is None or any(self._progress[row].to_write for row in live):
             return
-        if bool((self._last_plan[live, 0] != 0).all()):
+        if bool(needed[live, 0].all()):
             last_ids = input_ids[:, -1]
             all_live = len(live) == len(last_ids)
             self.rows.states[0].run_ahead(last_ids if all_live else last_ids[sent(live, last_ids.device)])
@@ -375,8 +374,9 @@ class TokenDecoder:
         self.rows.warn_of_losses()
         full = self.rows.without_room(ends)
         self.rows.drop({row for row in self.rows.live if ends[row]} | full)
-        if self._last_plan is not None and self._may_run_ahead(0):
-            self.rows.start_assistants((self._last_plan != 0).tolist())
+        needed = self._needed_next(0)
+        if needed is not None:
+            self.rows.start_assistants(needed.tolist())
         if full:
             done = done | torch.tensor([row in full for row in range(batch_size)], device=done.device)
         if self._recorder is not None:
@@ -384,14 +384,13 @@ class TokenDecoder:
         self._chosen = None
         return done
 
-    def _may_run_ahead(self, num_more: int) -> bool:
-        """Whether there is a next step, and the members it needs are already known."""
-        return (
-            self._step.follows_weights
-            and not self.call.weights.varies
-            and self.rows.is_expanded
-            and self.rows.num_steps + num_more < self._max_new
-        )
+    def _needed_next(self, num_more: int) -> Tensor | None:
+        """Which members each row needs at the step `num_more` steps after the next one; None if there is none, or unknown."""
+        is_last = self.rows.num_steps + num_more >= self._max_new
+        if self._last_plan is None or not self.rows.is_expanded or is_last:
+            return None
+        decides = [not row.to_write for row in self._progress]
+        return self._step.needed_next(self._last_plan, decides, self.call.weights.varies)
 
     def follow_beams(self, input_ids: Tensor) -> bool:
         """Let the contexts follow rows that may have moved: each continues the row whose ids it extends by one.
