@@ -238,6 +238,12 @@ def _checked_tokenizer_options(options: Any) -> dict[str, Any] | None:
         raise ConfigurationError(
             f"a member's `tokenizer_kwargs` has to be a dict of options, but is {options!r:.200}."
         )
+    for key in options or ():
+        if key in ("trust_remote_code", "code_revision") or key.endswith("_file"):
+            raise ConfigurationError(
+                f"a member's `tokenizer_kwargs` cannot hold {key!r}: by it a saved ensemble could run code or read any file. "
+                "Load the tokenizer yourself and pass it: `tokenizers=[...]`."
+            )
     return options or None
 
 
@@ -312,6 +318,10 @@ _COMMON_OPTIONS = (
 """Options of every language model that some configuration classes do not declare."""
 
 
+MOST_MEMBERS = 1000
+"""Limit on the members of an ensemble."""
+
+
 class EnsembleConfig(PreTrainedConfig):
     """Configuration of an ensemble: its members, the method that fuses them, and their mixing weights.
 
@@ -336,6 +346,8 @@ class EnsembleConfig(PreTrainedConfig):
         members: Any = self.members or []
         if not isinstance(members, (list, tuple)):
             raise ConfigurationError(f"`members` has to be a list of `MemberConfig`s, but is {members!r:.200}.")
+        if len(members) > MOST_MEMBERS:
+            raise ConfigurationError(f"`members` lists {len(members)} members, where {MOST_MEMBERS} are the most.")
         self.members = [_member_config(place, item) for place, item in enumerate(members)]
         self.method = method_config(self.method)
         if self.weights is not None:

@@ -149,7 +149,7 @@ if ! $quick; then
     # What is slow, other methods beside GaC and spans, and what no version of transformers changes, is the same on both.
     tests "unit tests, oldest" $oldest/python "${unit[@]}" "$without and not real and not slow" -k "not (unite or deepen or mined or eva)" \
         --ignore=tests/evaluation --ignore=tests/methods --ignore=tests/vocabulary --ignore-glob="tests/test_reference*" \
-        --ignore=tests/choosing --ignore=tests/members/test_served_requests.py --ignore=tests/test_{docs,examples,benchmarks,comparisons,mixing,pages}.py \
+        --ignore=tests/choosing --ignore=tests/members/test_served_requests.py --ignore=tests/test_{docs,examples,benchmarks,reliability,comparisons,mixing,pages}.py \
         --ignore=tests/answers/test_{chrf,options,record}.py "${few_of_oldest[@]}"
     tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not (unite or gemma or scripts)" "${few_real[@]}"
     tests "grammars, newest" $with_json/python -m pytest --quiet tests/serving/test_{json,clients}.py tests/decoding/test_constraints.py tests/test_benchmarks.py -p no:logging -k "json or grammar or matcher or langchain"

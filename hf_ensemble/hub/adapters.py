@@ -28,6 +28,7 @@ from ..members.adapted import (
     wrapped_modules,
 )
 from ..optional_packages import not_installed
+from .member_files import check_json
 from .references import Place, check_place, name_of
 
 _CONFIG_FILE = "adapter_config.json"
@@ -104,8 +105,8 @@ def _checked_config(item: MemberConfig, file: str) -> dict[str, Any]:
         import peft
     except ImportError as error:
         raise not_installed(what, "peft") from error
+    config = dict(check_json(f"the adapter of member {name_of(item)!r}", Path(file)))
     try:
-        config: dict[str, Any] = json.loads(Path(file).read_text("utf-8"))
         kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{what} whose {_CONFIG_FILE} cannot be read: {error!r}.") from error
@@ -182,8 +183,10 @@ def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, An
         place = Place.of_adapter(item)
         folder = os.path.dirname(place.file(_CONFIG_FILE, hub) or "")
         weights_file = place.file(_WEIGHTS_FILE, hub)
-        if weights_file is None and place.file("adapter_model.bin", hub) is None:
-            raise OSError(f"there is no {_WEIGHTS_FILE} beside its {_CONFIG_FILE}.")
+        if weights_file is None:
+            raise OSError(
+                f"there is no {_WEIGHTS_FILE} beside its {_CONFIG_FILE}; other files of weights are not read."
+            )
         config = peft.PeftConfig.from_pretrained(folder)
         config.inference_mode = True
         # The stock loader has put it in already where both lie in one folder. Else its first weights are drawn.

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from ..config import EnsembleConfig, MemberConfig
 from ..errors import ConfigurationError
 from .adapters import find_adapter
+from .member_files import check_folder, check_generation_config, check_json
 from .quantized import check_package
 from .references import Place, check_place, found_members, found_path, name_of, whole_path, with_paths
 
@@ -46,12 +47,15 @@ def read_source(
     alone = MemberConfig(path=source, **located)
     if config is None:
         check_place(source, Place.of_model(alone), hub)
+        _check_files(repr(source), Place.of_model(alone), hub)
         # What fails is told when it is looked at as a member.
         config, problem = _read_config(source, {**located, **hub})
         if isinstance(problem, ConfigurationError):
             raise problem
     if not isinstance(config, EnsembleConfig):
         return EnsembleConfig(members=[alone]), False
+    folder = Path(source, located.get("subfolder") or "")
+    check_folder(f"the ensemble {source!r}", folder, within=folder)
     saved = copy.deepcopy(config)
     saved.members = found_members(saved.members, source, located, hub)
     saved.method = saved.method.with_paths(lambda path: found_path(path, source, located))
@@ -94,7 +98,10 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
     name, place = name_of(item), Place.of_model(item)
     check_place(name, place, hub)
     check_package(item, None)
+    _check_files(f"member {name!r}", place, hub)
     config, problem = _read_config(place.path, {**source_options(item), **hub})
+    if isinstance(config, EnsembleConfig):
+        raise ConfigurationError(f"member {name!r} is an ensemble itself. List its members instead.")
     if config is not None and not os.path.isdir(place.path):
         item = dataclasses.replace(item, commit=place.commit(item.gguf_file or "config.json", hub))
     found = find_adapter(item, config is not None, hub)
@@ -121,8 +128,12 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
         asked = {"revision": item.revision, "subfolder": item.subfolder, "gguf_file": item.gguf_file}
         inside = "".join(f", {key} {value!r}" for key, value in asked.items() if value is not None)
         no_folder = "" if local.is_dir() else f" (And there is no folder {place.path!r} here.)"
-        raise ConfigurationError(f"member {name!r}{inside} cannot be loaded: {problem}{no_folder}") from problem
+        raise ConfigurationError(
+            f"member {name!r}{inside} cannot be loaded: {_own_code(problem) or problem}{no_folder}"
+        ) from problem
     _check_kind(name, config, is_primary=number == 0)
+    if local.is_dir():
+        check_generation_config(f"member {name!r}", place.path, place.options)
     check_package(item, config)
     return found, config
 
@@ -135,9 +146,28 @@ def source_options(item: MemberConfig) -> dict[str, Any]:
 
 def _read_config(path: str, options: dict[str, Any]) -> tuple[PreTrainedConfig | None, Exception | None]:
     try:
-        return AutoConfig.from_pretrained(path, **options), None
-    except (OSError, ValueError) as error:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **options), None
+    except Exception as error:  # what the classes of configurations check of their values they say in many ways
         return None, error
+
+
+def _own_code(problem: Exception | None) -> str | None:
+    """What to say of a model that only code beside its weights can make."""
+    if "trust_remote_code" not in str(problem):
+        return None
+    return (
+        "it comes with code of its own (`auto_map` in its config.json), which is never run for a member. If you trust that "
+        "code, load the model yourself and pass it to `EnsembleForCausalLM.from_members(models, tokenizers)`."
+    )
+
+
+def _check_files(name: str, place: Place, hub: Mapping[str, Any]) -> None:
+    """Look at the files that a configuration is made of, before it is."""
+    folder = Path(place.path, place.subfolder or "")
+    if folder.is_dir():
+        check_folder(name, folder)
+    elif (file := place.file("config.json", hub)) is not None:
+        check_json(name, Path(file))
 
 
 def model_class(config: PreTrainedConfig) -> Any:
@@ -146,8 +176,6 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 
 def _check_kind(name: str, config: PreTrainedConfig, is_primary: bool) -> None:
-    if isinstance(config, EnsembleConfig):
-        raise ConfigurationError(f"member {name!r} is an ensemble itself. List its members instead.")
     if config.is_encoder_decoder:
         if is_primary:
             raise ConfigurationError(
@@ -161,7 +189,11 @@ def _check_kind(name: str, config: PreTrainedConfig, is_primary: bool) -> None:
             )
         return
     # A checkpoint that names no class is believed.
-    names: list[str] = config.architectures or []
+    names = config.architectures or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(
+            f"member {name!r} cannot be loaded: its config.json says `architectures` is {names!r:.200}, no list of names."
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (names and not any(n.endswith(_HEADS) for n in names)):
         raise ConfigurationError(
             f"member {name!r} is not a causal language model: its configuration says {config.model_type!r}, "

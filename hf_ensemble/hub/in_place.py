@@ -75,11 +75,18 @@ def finish_writing(folder: Path) -> bool:
         Whether there was anything.
 
     Raises:
-        ConfigurationError: If it cannot be put into place.
+        ConfigurationError: If it cannot be put into place, or a link leads out of the folder.
     """
     whole = folder / _WHOLE
     if not whole.is_dir():
         return False
+    into = [folder / BUNDLE] if (whole / BUNDLE).exists() else []
+    for path in (whole, whole / _STALE, whole / BUNDLE, whole / _REPLACED, *into):
+        if path.is_symlink():
+            raise ConfigurationError(
+                f"saving to {str(folder)!r} was stopped before all files were in place, and they cannot be put there: "
+                f"{str(path)!r} is a link, so files elsewhere would be moved. Remove the link, or get the folder again."
+            )
     try:
         for name in _names(whole / _STALE):
             (folder / name).unlink(missing_ok=True)

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from transformers import (
 from typing_extensions import Self
 
 from .. import messages
-from ..config import EnsembleConfig, MemberConfig, MethodConfig, is_local
+from ..config import METHODS, EnsembleConfig, MemberConfig, MethodConfig, is_local, method_config
 from ..errors import ConfigurationError
 from ..members.adapted import base_model
 from ..members.encoder_decoder import EncoderDecoderMember, languages_of
@@ -29,10 +29,12 @@ from .actors import check_actor, check_placement, start_actor
 from .adapters import check_adapters
 from .finding import checked_member, read_source
 from .in_place import finish_writing
-from .local_models import Listed, hub_options, load_member, load_models, load_tokenizer, what_is_loaded
+from .local_models import Listed, load_member, load_models, what_is_loaded
+from .member_files import check_generation_config
+from .member_tokenizers import load_tokenizer
 from .per_member import per_member
 from .quantized import quantization_of, with_quantization
-from .references import Place, check_token, whole_path, with_paths
+from .references import Place, check_token, hub_options, whole_path, with_paths
 from .served import check_served, connect
 
 Part: TypeAlias = tuple[PreTrainedModel, PreTrainedTokenizerBase] | Member
@@ -171,6 +173,7 @@ class Loading:
         if model_args:
             raise ConfigurationError(f"an ensemble takes no positional model arguments, but got {len(model_args)}.")
         kwargs.pop("adapter_kwargs", None)
+        _refuse_method_options(kwargs, method)
         dtype = kwargs.pop("torch_dtype", dtype)
         hub = hub_options(kwargs)
         check_token(hub.get("token"))
@@ -208,10 +211,28 @@ class Loading:
         if isinstance(source, str):
             ensemble.name_or_path = ensemble.config.name_or_path = source
         if is_saved:
-            # Else the primary's own stays.
-            with contextlib.suppress(OSError):
-                ensemble.generation_config = GenerationConfig.from_pretrained(source, **located, **hub)
+            _take_generation_config(ensemble, source, {**located, **hub})
         return ensemble
+
+
+def _take_generation_config(ensemble: Any, source: str, options: dict[str, Any]) -> None:
+    """Give a saved ensemble its own generation config; without one it keeps its primary's."""
+    check_generation_config(f"the ensemble {source!r}", source, options)
+    with contextlib.suppress(OSError):
+        ensemble.generation_config = GenerationConfig.from_pretrained(source, **options)
+
+
+def _refuse_method_options(given: Iterable[str], method: str | MethodConfig | None) -> None:
+    """Refuse options of methods, which would reach the loading of every member."""
+    asked = method_config(method or "unite").name
+    for name in set(given) - {"variant"}:  # which is also one of weights
+        kinds = [kind for kind in METHODS.values() if any(name == option.name for option in dataclasses.fields(kind))]
+        if kinds:
+            kind = next((kind for kind in kinds if kind.name == asked), kinds[0])
+            raise ConfigurationError(
+                f"`{name}` is an option of the method {kind.name!r}, not of loading. Give it with the method: "
+                f"`method={kind.__name__}({name}=...)`."
+            )
 
 
 def _described(part: Part, item: MemberConfig) -> MemberConfig:

@@ -5,31 +5,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import (
-    AutoConfig,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from .. import messages
 from ..config import MemberConfig
-from ..errors import ConfigurationError, VocabularyError
+from ..errors import ConfigurationError
 from ..members.local import LocalMember
+from ..members.member_model import is_out_of_memory
 from .adapters import add_adapter, can_share, with_adapter
+from .checked_weights import check_weights
 from .finding import model_class, source_options
+from .member_tokenizers import load_tokenizer
 from .placement import check_memory, remaining_memory
 from .quantized import stock_quantization
-from .references import HUB_OPTIONS, Place, name_of
+from .references import hub_options, name_of
 
 Listed = tuple[MemberConfig, Any, Any, Any, Any]
 """A member with its configuration (None if it is served), dtype, device map and tokenizer, as a user asks for them."""
-
-_PYTHON_TOKENIZERS = {"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer"}
-"""Tokenizers that are SentencePiece models with Python code around them, by the model type that they are the default of."""
-
-_REMEDY = "Set `MemberConfig(tokenizer=...)`, or pass `tokenizers=[...]` with one per member."
 
 
 def load_models(
@@ -107,84 +101,39 @@ def _load_model(
 ) -> PreTrainedModel:
     hub = hub_options(kwargs)
     # The stock loader looks for an adapter beside the model, by these options only.
-    options = {**source_options(item), **kwargs, "dtype": "auto" if dtype is None else dtype, "adapter_kwargs": hub}
+    options = {
+        **source_options(item),
+        "trust_remote_code": False,
+        **kwargs,
+        "dtype": "auto" if dtype is None else dtype,
+        "adapter_kwargs": hub,
+    }
     if device_map is not None:
         options["device_map"] = device_map
     if item.gguf_file is None:
         options["use_safetensors"] = True
-    # The last is for a dtype that torch has not. Of what is wrong with weights quantisers say anything.
-    errors = (OSError, ValueError, ImportError, AttributeError) if item.quantization_config is None else (Exception,)
+    check_weights(item, config, hub)
+    model: PreTrainedModel
     try:
         options.update(stock_quantization(item))
-        model: PreTrainedModel = model_class(config).from_pretrained(str(item.path), **options)
-    except errors as error:
+        model, found = model_class(config).from_pretrained(str(item.path), **options, output_loading_info=True)
+    except Exception as error:  # of what is wrong with a file, a dtype or a quantisation it may say anything
+        if is_out_of_memory(error):
+            raise
         raise ConfigurationError(f"member {name_of(item)!r} cannot be loaded: {error}") from error
+    _check_complete(item, model, found)
     if item.adapter is not None:
         add_adapter(model, item, hub)
     return model
 
 
-def load_tokenizer(
-    item: MemberConfig, given: Any, kwargs: dict[str, Any], known: dict[Any, PreTrainedTokenizerBase] | None = None
-) -> PreTrainedTokenizerBase:
-    """Load a member's tokenizer.
-
-    Args:
-        item: The member.
-        given: A tokenizer, or the id or path of one; None for that of the member.
-        kwargs: Options of its loading.
-        known: Tokenizers that have been loaded, by where they lie, for others to share. Extended in place.
-
-    Raises:
-        VocabularyError: If there is none.
-    """
-    if isinstance(given, PreTrainedTokenizerBase):
-        return given
-    hub = hub_options(kwargs)
-    source = given or item.tokenizer
-    options: dict[str, Any] = {}
-    if source is None and item.path is None:
-        raise VocabularyError(
-            f"member {name_of(item)!r} is behind a server, which does not provide a tokenizer. {_REMEDY}"
+def _check_complete(item: MemberConfig, model: PreTrainedModel, found: dict[str, Any]) -> None:
+    """Refuse a model some of whose weights were in no file: the stock loader makes them up."""
+    if item.gguf_file is not None or getattr(model, "hf_quantizer", None) is not None:
+        return
+    missing = sorted(set(found["missing_keys"]).intersection(name for name, _ in model.named_parameters()))
+    if missing:
+        raise ConfigurationError(
+            f"member {name_of(item)!r} cannot be loaded: {len(missing)} of its weights are in no file ({missing[0]!r}, …), and "
+            "would be random numbers. Get the files again, or save the model again."
         )
-    if source is None:
-        # What an adapter was trained with lies beside it.
-        beside = Place.of_adapter(item)
-        is_beside = item.adapter is not None and beside.file("tokenizer_config.json", hub) is not None
-        source, options = (beside.path, beside.options) if is_beside else (item.path, source_options(item))
-    known = {} if known is None else known
-    options |= item.tokenizer_kwargs or {}
-    key = str(source), repr(options)
-    if key not in known:
-        known[key] = _read_tokenizer(item, source, {**options, **hub})
-    return known[key]
-
-
-def _read_tokenizer(item: MemberConfig, source: Any, options: dict[str, Any]) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
-    except Exception as error:
-        class_name = _python_class(source, options)
-        if class_name is not None:
-            raise messages.python_tokenizer(name_of(item), class_name) from error
-        raise VocabularyError(
-            f"member {name_of(item)!r} has no tokenizer that can be loaded: {error} {_REMEDY}"
-        ) from error
-    if len(tokenizer) == 0:
-        raise VocabularyError(f"member {name_of(item)!r} has an empty tokenizer. {_REMEDY}")
-    return tokenizer
-
-
-def _python_class(source: Any, options: dict[str, Any]) -> str | None:
-    """The class of a tokenizer that cannot be loaded, if it is one that no member can have."""
-    try:
-        name = get_tokenizer_config(source, **options).get("tokenizer_class")
-        name = name or _PYTHON_TOKENIZERS.get(AutoConfig.from_pretrained(source, **options).model_type)
-    except (OSError, ValueError, TypeError):
-        return None
-    return name if name in _PYTHON_TOKENIZERS.values() else None
-
-
-def hub_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the options that say how the Hub is reached."""
-    return {key: options[key] for key in HUB_OPTIONS if key in options}

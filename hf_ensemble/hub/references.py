@@ -15,6 +15,8 @@ from transformers.utils import cached_file  # type: ignore[attr-defined]
 
 from ..config import MemberConfig, is_local, paths_of
 from ..errors import ConfigurationError
+from .in_place import BUNDLE
+from .member_files import check_folder, check_inside, check_link
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
 """Options of `from_pretrained` that say how the Hub is reached."""
@@ -78,6 +80,11 @@ class Place:
         """`revision` and `subfolder`, where they are given."""
         given = {"revision": self.revision, "subfolder": self.subfolder}
         return {key: value for key, value in given.items() if value is not None}
+
+
+def hub_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that say how the Hub is reached."""
+    return {key: options[key] for key in HUB_OPTIONS if key in options}
 
 
 def name_of(item: MemberConfig) -> str:
@@ -202,6 +209,8 @@ def found_members(
     base = located.get("subfolder") or ""
     if os.path.isdir(source):
         root = Path(source, base).resolve()
+        for item in items:
+            _check_within(item, source, root)
         return [with_paths(item, lambda path: _from_folder(path, root)) for item in items]
     place = Place(source, located.get("revision"), base)
     revision = place.commit("config.json", hub) or place.revision
@@ -227,6 +236,18 @@ def found_path(path: str, source: str, located: Mapping[str, Any]) -> str:
             "may only name Hub ids. Pass another `method`."
         )
     return path
+
+
+def _check_within(item: MemberConfig, source: str, root: Path) -> None:
+    """Refuse what leads out of a folder that it is said to lie in: of references only those that are meant to."""
+    named = {key: getattr(item, key) for key in ("subfolder", "adapter_subfolder", "gguf_file")}
+    named["tokenizer's subfolder"] = (item.tokenizer_kwargs or {}).get("subfolder")
+    for key, path in named.items():
+        check_inside(f"the ensemble {source!r} names the {key} of a member as", path)
+    for key, path in paths_of(item).items():
+        if Path(os.path.normpath(path)).parts[:1] == (BUNDLE,):
+            check_link(f"the ensemble {source!r} has as {key} of a member", root / path, root)
+            check_folder(f"the ensemble {source!r}", root / path, within=root)
 
 
 def _from_folder(path: str, root: Path) -> str:
@@ -261,6 +282,7 @@ def _from_repository(item: MemberConfig, source: str, base: str, revision: str |
         )
     inside(item.tokenizer)
     inside(item.gguf_file)
+    inside((item.tokenizer_kwargs or {}).get("subfolder"))
     if "path" in changes:
         changes["name"] = item.name or posixpath.basename(str(changes["subfolder"]))
     return dataclasses.replace(item, **changes)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ..decoding.running_batch import Row, RunningBatch, Written
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, MemberError
 from ..members.member_model import is_out_of_memory
 from ..model import EnsembleForCausalLM
 from ..modes.shared import NotShared, new_row
@@ -195,7 +195,7 @@ class Engine:
                 self._admit(arrivals)
                 for key, batch in list(self._batches.items()):
                     self._step(key, batch)
-            except Exception as error:  # of our own: who waits is told, and the thread lives on
+            except BaseException as error:  # who waits is told, and the thread lives on
                 for key in list(self._batches):
                     self._drop(key, error)
                 self._fail(arrivals, error)
@@ -291,7 +291,7 @@ class Engine:
         if not batch.jobs:
             self._batches.pop(key, None)
 
-    def _drop(self, key: Hashable, error: Exception) -> None:
+    def _drop(self, key: Hashable, error: BaseException) -> None:
         """End a batch whose step has failed."""
         batch = self._batches.pop(key)
         self._fail(list(batch.jobs.values()), error)
@@ -313,7 +313,10 @@ class Engine:
         self.metrics.add("texts_given_up_total")
         return True
 
-    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
+    def _fail(self, jobs: Sequence[Job], error: BaseException) -> None:
+        # Code in Rust that panics, as a regular expression of a tokenizer may, raises what nothing else catches.
+        if not isinstance(error, Exception) or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            error = MemberError(f"a step failed: {type(error).__name__}: {error}")
         for job in jobs:
             job.tell(Written(None, ends=True, error=error))
 

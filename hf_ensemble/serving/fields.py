@@ -1,5 +1,6 @@
 """What a request asks for: every field of OpenAI's is served, makes no difference, or is refused by name."""
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,9 @@ def read_fields(body: Mapping[str, Any], is_chat: bool, limits: Limits) -> Asked
         ConfigurationError: If a field is not served, or has no meaning.
     """
     _refuse(body, _OF_BOTH | (_OF_CHAT if is_chat else _OF_COMPLETIONS))
+    _check_of_all(body)
+    if is_chat:
+        _check_messages(body["messages"])
     count = _integer(body, "n", 1, 1, min(_MOST_CHOICES, limits.max_batch))
     seed = _integer(body, "seed", None, -_MOST_SEED, _MOST_SEED - 1)
     first = random.SystemRandom().randrange(_MOST_SEED) if seed is None else seed % _MOST_SEED
@@ -141,9 +145,32 @@ def refuse_of_responses(body: Mapping[str, Any], limits: Limits) -> None:
     Raises:
         ConfigurationError: If there is one.
     """
+    _check_of_all(body)
     _integer(body, "max_output_tokens", None, 1, limits.max_new_tokens)
     for name, idle in _OF_RESPONSES_IF_THEY_SAY_NOTHING.items():
         _refuse_unless_idle(body, name, idle)
+
+
+def read_biases(biases: Any, vocab_size: int) -> dict[int, float]:
+    """What is added to the scores of ids.
+
+    Args:
+        biases: As they were sent; None for none.
+        vocab_size: Number of the primary's ids.
+
+    Raises:
+        ConfigurationError: If they are no numbers by id, or an id is none of the primary's.
+    """
+    rule = f"`logit_bias` has to be a number for each id, from 0 to {vocab_size - 1}, as a text"
+    if biases is not None and not isinstance(biases, Mapping):
+        raise ConfigurationError(f"{rule}, but is {biases!r:.60}.")
+    found: dict[int, float] = {}
+    for key, value in (biases or {}).items():
+        is_id = str(key).isascii() and str(key).isdigit() and len(str(key)) < 20 and int(key) < vocab_size
+        if not is_id or not _is_finite(value):
+            raise ConfigurationError(f"{rule}, but holds {key!r:.40}: {value!r:.40}.")
+        found[int(key)] = float(value)
+    return found
 
 
 def read_prompts(prompt: Any, encode: Callable[[str], list[int]]) -> list[list[int]]:
@@ -168,6 +195,28 @@ def read_prompts(prompt: Any, encode: Callable[[str], list[int]]) -> list[list[i
     raise ConfigurationError(
         f"`prompt` has to be a text, a list of texts, a list of ids, or a list of such lists, but is {prompt!r:.100}."
     )
+
+
+def _check_of_all(body: Mapping[str, Any]) -> None:
+    """Check fields that every endpoint has."""
+    temperature, top_p, stream = (body.get(name) for name in ("temperature", "top_p", "stream"))
+    if temperature is not None and not (_is_finite(temperature) and temperature >= 0):
+        raise ConfigurationError(f"`temperature` has to be a number of at least 0, but is {temperature!r:.60}.")
+    if top_p is not None and not (_is_finite(top_p) and 0 < top_p <= 1):
+        raise ConfigurationError(f"`top_p` has to be a number above 0 and at most 1, but is {top_p!r:.60}.")
+    if not isinstance(stream, (bool, type(None))):
+        raise ConfigurationError(f"`stream` has to be true or false, but is {stream!r:.60}.")
+
+
+def _check_messages(messages: Any) -> None:
+    for number, message in enumerate(messages if isinstance(messages, list) else []):
+        needs_content = isinstance(message, dict) and message.get("role") != "assistant"
+        if needs_content and message.get("content") is None:
+            raise ConfigurationError(f"message {number} has no `content`: {message!r:.100}.")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_id(value: Any) -> bool:

@@ -14,6 +14,9 @@ from .texts import RowText
 _LEAST = -9999.0
 """Stands for the logarithm of 0, which JSON has no number for."""
 
+_LINE_ENDS = {number: f"\\u{number:04x}" for number in (0x85, 0x2028, 0x2029)}
+"""Characters at which some clients split lines, though no event ends there."""
+
 
 @dataclass(frozen=True)
 class Token:
@@ -305,4 +308,5 @@ def usage_of(num_prompt: int, num_written: int) -> dict[str, int]:
 
 def event(data: Any) -> str:
     """A server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    text = json.dumps(data, ensure_ascii=False).translate(_LINE_ENDS)
+    return f"data: {text}\n\n"

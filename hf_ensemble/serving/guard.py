@@ -13,6 +13,9 @@ _gone: ContextVar[asyncio.Event | None] = ContextVar("gone", default=None)
 _OPEN = ("/health",)
 """Paths that need no key: who watches over a server has none."""
 
+_MOST_UNREAD = 1 << 26
+"""Bytes of a body that is too large after which the connection is cut."""
+
 
 def client_is_gone() -> asyncio.Event:
     """Set once the client of the request that is being answered has gone."""
@@ -86,19 +89,22 @@ class Guard:
     async def _body(self, scope: Any, receive: Any) -> bytes | None:
         """The whole body; None if it is too large."""
         length = dict(scope["headers"]).get(b"content-length", b"")
-        if length.isdigit() and int(length) > self._most:
-            return None
-        parts, size, more = [], 0, True
-        while more:
+        is_too_large = length.isdigit() and int(length) > self._most
+        parts: list[bytes] = []
+        size, more = 0, True
+        while more and size <= max(self._most, _MOST_UNREAD):
             message = await receive()
             if message["type"] == "http.disconnect":
                 break
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._most:
-                return None
+            size += len(message.get("body", b""))
+            is_too_large |= size > self._most
+            if is_too_large:
+                # It is still taken in: a client that is cut off while it sends reads no answer.
+                parts.clear()
+            else:
+                parts.append(message.get("body", b""))
             more = message.get("more_body", False)
-        return b"".join(parts)
+        return None if is_too_large else b"".join(parts)
 
 
 async def _watch(receive: Any, gone: asyncio.Event) -> None:

@@ -28,7 +28,7 @@ from ..decoding.call import end_ids
 from ..decoding.running_batch import Written
 from ..errors import ConfigurationError
 from .engine import Engine, Job
-from .fields import Asked, read_fields, read_prompts, refuse_of_responses
+from .fields import Asked, read_biases, read_fields, read_prompts, refuse_of_responses
 from .formats import ChatFormat, Choice, CompletionFormat, Format, event, joined, usage_of
 from .grammar import Grammars
 from .guard import client_is_gone, error_body
@@ -58,12 +58,10 @@ class Requests:
         body = {name: value for name, value in body.items() if name != "seed"}
         if body.get("max_completion_tokens") is not None:
             body["max_tokens"] = body["max_completion_tokens"]
-        if isinstance(body.get("logit_bias"), dict):
-            # Clients send whole numbers too, which `generate` refuses.
-            body["logit_bias"] = {key: float(value) for key, value in body["logit_bias"].items()}
+        biases = read_biases(body.pop("logit_bias", None), self.engine.ensemble.primary_member.vocab_size)
         config = super()._build_generation_config(body, *args, **kwargs)  # type: ignore[misc]
-        if body.get("logit_bias"):
-            config.sequence_bias = {(int(key),): value for key, value in body["logit_bias"].items()}
+        if biases:
+            config.sequence_bias = {(i,): value for i, value in biases.items()}
         temperature = body.get("temperature")
         if temperature == 0:
             config.temperature = None

@@ -1,9 +1,12 @@
 """Vocabulary maps on disk: safetensors files under a key of everything that they depend on."""
 
+import contextlib
 import hashlib
 import json
 import os
+import time
 import uuid
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import messages
 from .backend import bare_view, component_state, fast_backend
 
-_SCHEMA = 1
+_SCHEMA = 2
 """Part of every key: raise it when what is stored, or how it is computed, changes."""
 
 _PROBE_TEXT = (
@@ -25,6 +28,15 @@ _PROBE_TEXT = (
     "Überraschung, déjà vu, Привет мир, 你好世界, こんにちは, สวัสดี, שלום, مرحبا 👩‍💻🎉 <tag>▁\n\n\n    done."
 )
 _PROBE_STEP = 61
+
+_CHECKSUM = "checksum"
+"""Name of the array that is stored with the others, and says whether they are as they were written."""
+
+_MOST_BYTES = 1 << 31
+"""More than any map takes."""
+
+_ABANDONED = 3600.0
+"""Seconds after which an unfinished file belongs to a process that was stopped."""
 
 
 def cache_folder() -> Path:
@@ -44,10 +56,16 @@ def load_arrays(key: str) -> dict[str, np.ndarray] | None:
     if not path.is_file():
         return None
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise ValueError(f"{size} bytes are too many")
+        arrays = load_file(path)
+        found = arrays.pop(_CHECKSUM, None)
+        if found is None or found.tolist() != _checksum(arrays).tolist():
+            raise ValueError("what was read is not what was written")
+    except (SafetensorError, OSError, ValueError) as error:
         messages.warn(f"the stored map {path} is damaged ({error}) and will be rebuilt.")
         return None
+    return arrays
 
 
 def save_arrays(key: str, arrays: dict[str, np.ndarray]) -> None:
@@ -55,9 +73,11 @@ def save_arrays(key: str, arrays: dict[str, np.ndarray]) -> None:
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder, key)
         temporary = folder / f".{key}-{uuid.uuid4().hex}"
         try:
-            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary)
+            whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            save_file({**whole, _CHECKSUM: _checksum(whole)}, temporary)
             os.replace(temporary, folder / f"{key}.safetensors")
         finally:
             temporary.unlink(missing_ok=True)
@@ -66,6 +86,23 @@ def save_arrays(key: str, arrays: dict[str, np.ndarray]) -> None:
             f"vocabulary maps cannot be stored in {folder} ({error}), so they will be rebuilt next time. Set "
             "HF_ENSEMBLE_CACHE to a writable folder."
         )
+
+
+def _checksum(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """A checksum of arrays, their names, dtypes and shapes."""
+    value = 0
+    for name, array in sorted(arrays.items()):
+        value = zlib.crc32(f"{name} {array.dtype} {array.shape} ".encode(), value)
+        value = zlib.crc32(np.ascontiguousarray(array).data.cast("B") if array.size else b"", value)
+    return np.array([value], dtype=np.int64)
+
+
+def _remove_abandoned(folder: Path, key: str) -> None:
+    """Remove what processes that were stopped while they stored a key have left."""
+    for path in folder.glob(f".{key}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _ABANDONED:
+                path.unlink()
 
 
 def load_or_build(key: str | None, build: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

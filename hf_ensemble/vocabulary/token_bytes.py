@@ -27,6 +27,8 @@ _PROBE_TEXTS = (
     "Zürich, naïve café — ½ “quoted” … 你好世界 ภาษาไทย עברית 👩‍💻",
 )
 _NUM_PROBE_IDS = 256
+_MOST_HOLES = 1 << 20
+"""Ids without a token, each of which costs a little."""
 
 
 class TokenBytes:
@@ -83,8 +85,14 @@ class TokenBytes:
         tokens: list[str | None] = list(map(self.backend.id_to_token, range(size)))
         if None in tokens:
             # Ids with holes go beyond the count of tokens.
-            vocab = self.backend.get_vocab(with_added_tokens=True)
-            tokens += map(self.backend.id_to_token, range(size, max(vocab.values()) + 1))
+            ids = self.backend.get_vocab(with_added_tokens=True).values()
+            end = max(ids) + 1
+            if end - size > _MOST_HOLES:
+                raise VocabularyError(
+                    f"the tokenizer of {self.name!r} has {size} tokens, but one with the id {end - 1}: {_MOST_HOLES} ids "
+                    "without a token are the most. Its tokenizer.json is damaged: get it again from where you trust it."
+                )
+            tokens += map(self.backend.id_to_token, range(size, end))
         num_ids = len(tokens) if num_ids is None else num_ids
         num_rowless = sum(1 for token in tokens[num_ids:] if token is not None)
         tokens += [None] * (num_ids - len(tokens))

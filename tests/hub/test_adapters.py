@@ -194,6 +194,14 @@ BROKEN = {
         lambda b, a: (a / "adapter_model.safetensors").unlink() or [a],
         "no adapter_model.safetensors beside",
     ),
+    "weights as a pickle": (
+        lambda b, a: torch.save({}, a / "adapter_model.bin") or (a / "adapter_model.safetensors").unlink() or [a],
+        "no adapter_model.safetensors beside",
+    ),
+    "a configuration that is no object": (
+        lambda b, a: [(a / "adapter_config.json").write_text("[]"), a][1:],
+        "adapter_config.json' has to hold an object",
+    ),
 }
 
 

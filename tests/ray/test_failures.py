@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib
+import os
 import time
 
 import pytest
@@ -103,6 +104,16 @@ def test_a_node_that_is_killed_is_an_error_until_the_member_is_restarted(mixed, 
     mixed.restart_member("gemma")
     assert process_of(mixed.member_views[1]) != process
     assert torch.equal(write(mixed), expected)
+
+
+def test_an_actor_that_dies_while_it_loads_says_so(cluster):
+    """There is no ensemble yet in which a member could be restarted."""
+    member = RayMember("smol", functools.partial(os._exit, 3), FAR)
+    with pytest.raises(
+        MemberError, match="'smol' .not started yet. is gone.*had not loaded the member yet.*load the ensemble"
+    ) as e:
+        member.finish(tiny.smol_like(), None, None)
+    assert "restart_member" not in str(e.value)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from hf_ensemble import ConfigurationError
 from tests.serving.conftest import MESSAGES, alone, client_of, inputs_of, served, text_alone, tiny_ensemble
@@ -154,6 +155,26 @@ def test_a_text_that_is_given_up_writes_nothing_more_and_the_next_one_takes_its_
     assert [written.id for _, written in told["a"]] == expected[:3]
 
 
+class Panic(BaseException):
+    """What code in Rust raises that panics."""
+
+
+def test_whatever_a_step_raises_the_next_request_is_answered(ensemble, monkeypatch):
+    step, errors = RunningBatch.step, [Panic("a regular expression"), torch.OutOfMemoryError("planted")]
+
+    def fail(self):
+        if errors:
+            raise errors.pop(0)
+        step(self)
+
+    monkeypatch.setattr(RunningBatch, "step", fail)
+    with served(ensemble) as (_, address), client_of(address) as client:
+        for message in ("Panic: a regular expression", "OutOfMemoryError: planted"):
+            with pytest.raises(openai.InternalServerError, match=f"MemberError: a step failed: {message}"):
+                ask(client, max_tokens=3)
+        assert ask(client, max_tokens=3).choices[0].message.content == text_alone(ensemble, MESSAGES, max_new_tokens=3)
+
+
 @pytest.mark.slow
 def test_a_request_that_takes_too_long_is_ended(ensemble, slowly):
     limits = Limits(max_seconds=0.4)
@@ -171,6 +192,9 @@ def test_bodies_and_numbers_have_bounds(ensemble):
     limits = Limits(max_body_bytes=2000, max_new_tokens=7)
     with served(ensemble, limits=limits) as (_, address), client_of(address) as client:
         assert post(address, "/v1/completions", b" " * 2001)[0] == 413
+        # A large one too is answered, not cut off while it is sent.
+        status, text, _ = post(address, "/v1/completions", b" " * 3_000_000)
+        assert (status, json.loads(text)["error"]["code"]) == (413, "request_too_large")
         chunked = (b" " * 1000 for _ in range(3))
         assert post(address, "/v1/completions", chunked)[0] == 413
         with pytest.raises(openai.BadRequestError, match="from 1 to 7"):

@@ -173,14 +173,24 @@ REFUSED = {
     "stop": [""],
     "seed": 1.5,
     "temperature": -1,
+    "top_p": 7,
+    "logit_bias": {"999999999999": 1},
+    "stream": "perhaps",
+    "messages": [{"role": "user"}],
     "response_format": {"type": "xml"},
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_refused_by_name(ask, name):
-    with pytest.raises(openai.BadRequestError, match=name):
+    with pytest.raises(openai.BadRequestError, match="message 0 has no `content`" if name == "messages" else name):
         ask(**{"max_tokens": 2, name: REFUSED[name]})
+
+
+@pytest.mark.parametrize("biases", [3, [3], {"x": 1}, {"-1": 1}, {"3": "x"}, {"3": True}], ids=str)
+def test_biases_of_a_wrong_kind_are_refused(ask, biases):
+    with pytest.raises(openai.BadRequestError, match="`logit_bias` has to be a number for each id, from 0 to"):
+        ask(max_tokens=2, logit_bias=biases)
 
 
 def test_more_log_probabilities_than_there_may_be_are_refused(complete):

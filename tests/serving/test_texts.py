@@ -1,11 +1,14 @@
 """The text of an answer as its ids come."""
 
+import json
+
 import pytest
 
 from tests import tiny
 
 pytest.importorskip("fastapi")
 
+from hf_ensemble.serving.formats import event
 from hf_ensemble.serving.texts import RowText
 
 TOKENIZER = tiny.byte_level_bpe(300)
@@ -43,3 +46,12 @@ def test_a_character_that_is_never_finished_comes_at_the_end():
     pieces = [row.take(i) for i in ids]
     assert "".join(pieces) == "a"
     assert row.end() == TOKENIZER.decode(ids)[1:]
+
+
+def test_an_event_is_one_line_for_every_client():
+    text = "a\u2028b\u2029c\x85d\ne \U0001f600 é"
+    line = event({"text": text})
+    assert line.endswith("\n\n")
+    assert len(line.strip().splitlines()) == 1
+    assert json.loads(line.removeprefix("data: ")) == {"text": text}
+    assert "é" in line

@@ -1,5 +1,6 @@
 import json
 import multiprocessing
+import os
 import shutil
 import warnings
 
@@ -279,6 +280,44 @@ def test_a_damaged_file_is_built_again_with_a_warning(damage, cache_folder):
     assert_same(union_arrays(again), union_arrays(built))
     assert {path: path.read_bytes() for path in sorted(cache_folder.iterdir())} == before
     UnionVocabulary([encoder(t) for t in tokenizers])
+
+
+@pytest.mark.parametrize("damage", ["flipped", "without a checksum", "other arrays"])
+def test_what_is_not_as_it_was_written_is_built_again(damage, cache_folder):
+    """A file that can be read, but is another: without a checksum a wrong map would be used."""
+    expected = union_arrays(UnionVocabulary([encoder(make())], cache=False))
+    UnionVocabulary([encoder(make())])
+    for path in cache_folder.iterdir():
+        if damage == "flipped":
+            data = bytearray(path.read_bytes())
+            data[-5] ^= 1
+            path.write_bytes(data)
+        else:
+            arrays = store.load_file(path)
+            store.save_file(
+                {k: a for k, a in arrays.items() if k != "checksum"} if "without" in damage else ARRAYS, path
+            )
+    with pytest.warns(UserWarning, match="damaged .what was read is not what was written. and will be rebuilt"):
+        assert_same(union_arrays(UnionVocabulary([encoder(make())])), expected)
+    UnionVocabulary([encoder(make())])
+
+
+def test_a_map_of_absurd_size_is_not_read(cache_folder, monkeypatch):
+    save_arrays("key", ARRAYS)
+    monkeypatch.setattr(store, "_MOST_BYTES", 10)
+    monkeypatch.setattr(store, "load_file", None)
+    with pytest.warns(UserWarning, match="damaged .* bytes are too many. and will be rebuilt"):
+        assert load_arrays("key") is None
+
+
+def test_what_a_process_that_was_stopped_has_left_is_removed_later(cache_folder):
+    cache_folder.mkdir()
+    for name in (".key-0", ".key-1", ".other-0"):
+        (cache_folder / name).write_bytes(b"unfinished")
+        if name != ".key-1":  # which may be another process's that is writing now
+            os.utime(cache_folder / name, (1, 1))
+    save_arrays("key", ARRAYS)
+    assert stored(cache_folder) == [".key-1", ".other-0", "key.safetensors"]
 
 
 def test_a_folder_that_cannot_be_made_warns_and_names_the_remedy(tmp_path, monkeypatch):

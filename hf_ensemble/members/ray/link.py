@@ -30,6 +30,8 @@ _FAREWELL = 30.0
 _MOST_REASON = 300
 """Characters of what Ray says of a failure that an error repeats."""
 
+_NOWHERE = "not started yet"
+
 
 @dataclass
 class Traffic:
@@ -69,7 +71,7 @@ class ActorLink:
     def __init__(self, name: str, load: Callable[[], Any], options: Mapping[str, Any]):
         self.name = name
         self.traffic = Traffic()
-        self.address = "not started yet"
+        self.address = _NOWHERE
         self.moves: deque[Move] = deque()
         self.numbers = itertools.count()
         self._lock = threading.Lock()
@@ -207,13 +209,21 @@ class ActorLink:
             return self._failed(reason)
         return self._gone(f"the connection broke: {error}")
 
+    @property
+    def _remedy(self) -> str:
+        if self.address == _NOWHERE:
+            # There is no ensemble yet, or the member was being restarted.
+            return (
+                "It had not loaded the member yet. Ray's log of the actor says why; if memory ran out, let it ask for more: "
+                "`MemberConfig(ray={'memory': <bytes>})`. Then load the ensemble again."
+            )
+        return f"To start it again, call `ensemble.restart_member({self.name!r})`."
+
     def _ended(self) -> MemberError:
-        return MemberError(f"the actor of member {self.name!r} has ended. {_remedy(self.name)}")
+        return MemberError(f"the actor of member {self.name!r} has ended. {self._remedy}")
 
     def _gone(self, reason: str) -> MemberError:
-        return MemberError(
-            f"the actor of member {self.name!r} ({self.address}) is gone ({reason}). {_remedy(self.name)}"
-        )
+        return MemberError(f"the actor of member {self.name!r} ({self.address}) is gone ({reason}). {self._remedy}")
 
     def _failure(self, failure: Failure) -> EnsembleError:
         if failure.kind is None:
@@ -230,10 +240,6 @@ class ActorLink:
         if len(reason) > _MOST_REASON:  # the last line says what was raised
             reason = f"{reason[:_MOST_REASON]} … {lines[-1][:_MOST_REASON]}"
         return self._gone(f"{type(error).__name__}: {reason}")
-
-
-def _remedy(name: str) -> str:
-    return f"To start it again, call `ensemble.restart_member({name!r})`."
 
 
 def _end(ray: Any, actor: Any, is_ours: bool) -> None:
