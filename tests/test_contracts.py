@@ -48,6 +48,7 @@ def test_contract_holds_with_speculation(contract, method, monkeypatch):
     contract(contracts.CORE_RECIPES[0].ensemble, method)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("recipe", "method"), cases(contracts.CORE_RECIPES, (*contracts.METHODS, contracts.SPANS)))
 @pytest.mark.parametrize("contract", contracts.ABOUT_THE_CALL, ids=lambda contract: contract.__name__)
 def test_contract_about_the_call_holds(contract, recipe, method):

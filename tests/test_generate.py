@@ -331,6 +331,7 @@ def test_sequences_of_one_prompt_share_its_forward():
 # --- Beams ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.crossed
 @each_method
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "length_penalty": 0.0}], ids=str)
 def test_beam_scores_are_those_of_fresh_forwards(ensemble, rows, method, options):
@@ -685,6 +686,7 @@ def test_the_returned_cache_can_be_passed_again(ensemble, rows, method):
         assert_same_output(run(ensemble, rest, method=method, **{name: copy.deepcopy(cache)}), expected)
 
 
+@pytest.mark.crossed
 @each_method
 @pytest.mark.parametrize(
     "options",

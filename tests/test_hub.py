@@ -406,6 +406,7 @@ TROUBLES = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("token", [None, "hf_of_bob", "hf_unknown"])
 def test_a_member_that_cannot_be_had_is_named_with_a_remedy(trouble, token, server):

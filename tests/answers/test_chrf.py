@@ -19,7 +19,7 @@ SCRIPTS = {
 }
 ODD = "\0\x1b\u00ad\u200b\u200d\u0301\ufeff\ufffd\uffff\U0010ffff"
 WHITE_SPACE = [chr(code) for code in range(sys.maxunicode + 1) if chr(code).isspace()]
-SETS_A_SCRIPT = 200
+SETS_A_SCRIPT = 100
 
 
 def candidate_sets(script):

@@ -98,6 +98,7 @@ def test_the_same_model_twice_is_that_model(config):
         assert run(pair, method=config).tolist() == expected.tolist()
 
 
+@pytest.mark.crossed
 @choosing
 @pytest.mark.parametrize("names", [("smol", "gemma"), ("gemma", "smol")], ids="+".join)
 def test_all_weight_on_one_member_is_its_text(config, names):

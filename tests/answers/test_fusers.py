@@ -52,6 +52,7 @@ def stock(model, tokenizer, ids, **options):
     return tokenizer.decode(new, skip_special_tokens=True)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("size", [1, 2, 8])
 @pytest.mark.parametrize("template", [None, "{answers} {{or}} {prompt} {prompt}"])
 def test_a_chat_model_is_asked_as_a_user_would(tmp_path, size, template):

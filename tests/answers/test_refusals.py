@@ -407,6 +407,7 @@ def fail(logits):
     raise ValueError("out of order")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize(
     "options",
@@ -424,6 +425,7 @@ def test_a_member_that_raises_is_named(index, options):
             call(PROMPTS, **options)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"method": SEVERAL, "do_sample": True}], ids=str)
 def test_a_member_that_gives_nan_is_named(index, options):

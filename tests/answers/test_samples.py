@@ -61,6 +61,7 @@ CONFIGS = {
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
+@pytest.mark.crossed
 @each_config
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.7, "top_p": 0.9}, {"min_new_tokens": 3, "repetition_penalty": 1.3}], ids=str

@@ -102,6 +102,7 @@ def test_a_space_sign_that_is_generated_survives(method, names, index):
 # --- A4 -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.crossed
 @each_averaging_method
 @pytest.mark.parametrize("other", ["gemma", "smol", "wordpiece"])
 @pytest.mark.parametrize("index", [0, 1])
@@ -319,6 +320,7 @@ def _rows_without_token(index, tokenizer, extra_rows):
     return ready(make_ensemble(*zip(*members, strict=True)))
 
 
+@pytest.mark.crossed
 @each_averaging_method
 @pytest.mark.parametrize("kind", ["padding", "hole"])
 @pytest.mark.parametrize("index", [0, 1])
@@ -452,6 +454,7 @@ def test_one_member_or_all_weight_on_it_is_that_member_at_every_seam(method, nam
 WHITE_SPACE = "def f(x):\n\n\n\tif x:\r\n        return\t\t1\n\n\t\t\t# \n \n   \r\n\n\n\n\nend"
 
 
+@pytest.mark.crossed
 @each_method
 @pytest.mark.parametrize("names", [*PAIRS, ("unigram", "qwen")], ids=" + ".join)
 def test_white_space_comes_out_exactly(method, names):

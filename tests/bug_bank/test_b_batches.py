@@ -134,6 +134,7 @@ def test_without_a_mask_leading_padding_is_seen_as_such(method):
 # --- B5 -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.crossed
 @each_method
 @pytest.mark.parametrize("names", [("small", "gemma"), ("gemma", "smol")], ids=" + ".join)
 def test_rows_of_unlike_progress_do_not_touch_each_other(method, names):
@@ -217,6 +218,7 @@ class Countdown:
         return scores
 
 
+@pytest.mark.crossed
 @each_method
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_constraints_with_state_hold_in_every_row_and_every_call(method, do_sample):

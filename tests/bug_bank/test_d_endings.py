@@ -37,6 +37,7 @@ from .kit import (
 # --- D2 -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.crossed
 @each_method
 @pytest.mark.parametrize("names", [("small", "large"), ("smol", "gemma"), ("gemma", "smol")], ids=" + ".join)
 @pytest.mark.parametrize(

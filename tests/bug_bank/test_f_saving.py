@@ -521,6 +521,7 @@ def _full(*args, **kwargs):
     raise OSError("No space left on device")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_save_that_fails_leaves_what_was_there(failure, is_there, saved, tmp_path):

@@ -164,6 +164,7 @@ def ensembles_in_every_order():
     ]
 
 
+@pytest.mark.crossed
 @each_token_method
 @pytest.mark.parametrize(
     "dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")], ids=" + ".join
@@ -222,6 +223,7 @@ def test_banning_the_best_leaves_the_next_best(method, do_sample):
     assert output_ids(ensemble, "d", **options)[0][1:] == [ids["b"]] * 2
 
 
+@pytest.mark.crossed
 @each_averaging_method
 @pytest.mark.parametrize("options", [{"top_p": 1e-6}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 1}, {"temperature": 1e-4}, {"typical_p": 1e-6}, {"epsilon_cutoff": 0.99}], ids=str)  # fmt: skip
 def test_filters_at_their_limits_leave_one_candidate(method, options):
@@ -232,6 +234,7 @@ def test_filters_at_their_limits_leave_one_candidate(method, options):
     assert found == [ids["b" if "typical_p" in options else "a"]] * 3 or "typical_p" in options
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("method", ["gac", UniteConfig(top_k=1)], ids=str)
 @pytest.mark.parametrize("way", ["prefix function", "processor"])
 @each_way

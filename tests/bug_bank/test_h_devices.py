@@ -53,6 +53,7 @@ def test_every_member_is_cast_and_still_works(method, cast):
     assert dtypes_of(ensemble) == [{torch.float32}] * 2
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("special", ["quantised", "spread"])
 @pytest.mark.parametrize("cast", [*CASTS, "half()", "double()", "to(cpu)"])

@@ -59,6 +59,7 @@ each_pair = pytest.mark.parametrize("names", [("smol", "gemma"), ("gemma", "smol
 # --- I1 -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.crossed
 @each_method
 @each_pair
 @pytest.mark.parametrize("prompt", ["", " ", "\n", "\n\n ", "\t"])

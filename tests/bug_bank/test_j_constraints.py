@@ -32,6 +32,7 @@ class Grammar(LogitsProcessor):
         return kept
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"speculation": "ngram"}, {"num_beams": 2}], ids=str)
 @pytest.mark.parametrize("method", ["unite", "gac", "eva"])
 def test_a_grammar_is_kept_to(method, options):

@@ -78,6 +78,7 @@ def test_an_end_id_without_a_row_is_as_if_it_were_not_there(method, way, source)
     as_if_not_there(method, way, source)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("source", ["members", "call"])
 @pytest.mark.parametrize("way", SPAN_WAYS)
 def test_an_end_id_without_a_row_is_as_if_it_were_not_there_for_spans(way, source):

@@ -27,6 +27,7 @@ from .kit import TOKEN_METHODS, control_tokens_may_be_chosen, output_ids, tokeni
 pytestmark = control_tokens_may_be_chosen
 
 PROMPTS = ["x", "Once upon a time there was"]
+NUM_NEW = 6
 each_place = pytest.mark.parametrize("place", [0, 1], ids=["primary", "assistant"])
 
 
@@ -45,7 +46,9 @@ def beside(model, place, **options):
 
 
 def text_of(ensemble, **options):
-    return output_ids(ensemble, PROMPTS, **{"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0, **options})
+    return output_ids(
+        ensemble, PROMPTS, **{"max_new_tokens": NUM_NEW, "eos_token_id": [], "pad_token_id": 0, **options}
+    )
 
 
 # --- J3: wrappers ---------------------------------------------------------------------------------------------------
@@ -75,6 +78,7 @@ class NamesSome(Wrapper):
         return self.wrapped(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
 
+QUICK = [("gpt2", "names some"), ("gpt2", "compiled"), ("mamba", "names some")]
 WRAPPERS = {
     "wrapper": Wrapper,
     "names some": NamesSome,
@@ -87,7 +91,7 @@ WRAPPERS = {
 @pytest.mark.parametrize(
     ("architecture", "wrapper"),
     [
-        pytest.param(name, wrapper, marks=[] if name == "gpt2" or wrapper == "names some" else [pytest.mark.slow])
+        pytest.param(name, wrapper, marks=[] if (name, wrapper) in QUICK else [pytest.mark.slow])
         for name in ("gpt2", "gemma3", "mamba")
         for wrapper in WRAPPERS
     ],
@@ -98,7 +102,7 @@ def test_a_wrapped_member_is_the_member(architecture, wrapper):
     wrapped = WRAPPERS[wrapper](model)
     alone = ensemble_of(wrapped)
     inputs = alone.tokenizer(PROMPTS, return_tensors="pt", padding=True)
-    stock = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=[], pad_token_id=0).tolist()
+    stock = model.generate(**inputs, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=[], pad_token_id=0).tolist()
     assert text_of(alone) == stock
     assert alone._members[0].cache_mode == ensemble_of(model)._members[0].cache_mode
     for place in (0, 1):
@@ -167,7 +171,10 @@ def test_prompt_and_prefix_tuning_of_peft_are_refused(config, peft):
 
 
 @of_peft
-@pytest.mark.parametrize(("architecture", "layer"), [("llama", "q_proj"), ("gpt2", "c_attn"), ("mamba", "in_proj")])
+@pytest.mark.parametrize(
+    ("architecture", "layer"),
+    [pytest.param("llama", "q_proj", marks=pytest.mark.slow), ("gpt2", "c_attn"), ("mamba", "in_proj")],
+)
 def test_lora_of_peft_writes_what_its_own_generate_does(architecture, layer, peft):
     """J4: In the decoding loop and beside it, on and off; every state of it is tried."""
     base = getattr(tiny, f"tiny_{architecture}")(tokenizer_of("small"), seed=1)
@@ -178,7 +185,7 @@ def test_lora_of_peft_writes_what_its_own_generate_does(architecture, layer, pef
     ).eval()
     alone = ensemble_of(model)
     inputs = alone.tokenizer(PROMPTS, return_tensors="pt", padding=True)
-    own = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=[], pad_token_id=0).tolist()
+    own = model.generate(**inputs, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=[], pad_token_id=0).tolist()
     assert text_of(alone) == own != text_of(ensemble_of(base))
     pair = beside(model, 1)
     found = text_of(pair)
@@ -196,6 +203,7 @@ def with_dropout(tokenizer):
     return twin
 
 
+@pytest.mark.crossed
 @each_place
 @pytest.mark.parametrize("name", ["smol", "llama2"])
 @pytest.mark.parametrize("method", ["gac", "unite", "sweetspan"])
@@ -274,10 +282,10 @@ def test_the_width_of_the_head_is_what_counts(method, make):
     model = make()
     method = SPANS if method == "sweetspan" else method
     inputs = tokenizer_of("small")(PROMPTS[1], return_tensors="pt")
-    stock = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=[], pad_token_id=0).tolist()
+    stock = model.generate(**inputs, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=[], pad_token_id=0).tolist()
     alone = ensemble_of(model, method=method)
     assert alone._members[0].vocab_size == tiny.rows_of(tokenizer_of("small")) < model.config.vocab_size
-    assert output_ids(alone, PROMPTS[1], max_new_tokens=8, eos_token_id=[], pad_token_id=0) == stock
+    assert output_ids(alone, PROMPTS[1], max_new_tokens=NUM_NEW, eos_token_id=[], pad_token_id=0) == stock
     for place in (0, 1):
         assert text_of(beside(model, place, method=method, weights=[1 - place, place]))
         assert text_of(beside(model, place, method=method))
@@ -286,6 +294,7 @@ def test_the_width_of_the_head_is_what_counts(method, make):
 # --- J7: weights on the disk ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.crossed
 @each_place
 @pytest.mark.parametrize("on_disk", [("model.embed_tokens",), ("model.embed_tokens", "model.layers", "lm_head")])
 @pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device type different")
@@ -313,6 +322,7 @@ def with_bias(value, architecture="llama", dtype=torch.float32):
     return model.to(dtype)
 
 
+@pytest.mark.crossed
 @each_place
 @pytest.mark.parametrize("method", [*TOKEN_METHODS, "sweetspan"])
 def test_an_id_may_be_ruled_out_for_good(method, place):
@@ -351,6 +361,7 @@ def test_a_cache_with_which_other_ids_are_ruled_out_is_not_used():
 # --- J12: resized embeddings ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.crossed
 @each_place
 @pytest.mark.parametrize("change", [8, -8])
 def test_embeddings_that_were_resized_since_are_an_error_that_says_what_to_do(change, place):

@@ -82,6 +82,7 @@ def wants_what_the_primary_lacks(method):
 ONLY_THAT = [UniteConfig(top_k=1), UniteConfig(), GacConfig()]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("method", ONLY_THAT, ids=str)
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 2}, {"use_cache": False}], ids=str)
 def test_where_only_that_is_proposed_nothing_is_left(method, options):

@@ -31,7 +31,7 @@ BY_TURNS = [
         (n + turn) % 2,
         METHODS[("gac", "unite")[(n // 2 + turn) % 2]],
         id=f"{recipe}, {turn}",
-        marks=[pytest.mark.slow] * (turn or n == 1 or n > 3),
+        marks=[pytest.mark.slow, pytest.mark.further] * (turn or n == 1 or n > 3),
     )
     for n, recipe in enumerate(RECIPES)
     for turn in (0, 1)

@@ -40,6 +40,7 @@ def written(output, length, ends):
     return ids[: next((n for n, i in enumerate(ids) if i in ends), len(ids))]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["bare", "with an end"])
 def test_prompts_of_members_need_no_padding_token(name, mode):
@@ -58,7 +59,7 @@ def test_prompts_of_members_need_no_padding_token(name, mode):
     assert ensemble.tokenizer.pad_token_id is None
 
 
-@pytest.mark.parametrize("name", ["bare", "with an end"])
+@pytest.mark.parametrize("name", ["bare", pytest.param("with an end", marks=pytest.mark.slow)])
 def test_nor_does_what_scores_selects_and_evaluates(name):
     """J20's siblings: results are those of single rows."""
     ensemble = without_pad(name)

@@ -234,6 +234,7 @@ def early_enders(names=("small", "gemma")):
     return members_of(*members)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("names", [("small", "gemma"), ("gemma", "small")], ids=" + ".join)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_minimum_length_holds_back_every_members_end(names, do_sample):

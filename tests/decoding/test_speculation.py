@@ -656,6 +656,7 @@ def test_the_clock_is_read_around_drafting_and_verifying(ensemble, row, monkeypa
     assert {seconds for _, seconds in seen} == {3.0}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("mode", ["repack", "static"])
 @pytest.mark.parametrize("case", ["a control token at once", "a control token later", "few positions left", "whole"])
 def test_the_time_of_a_draft_counts_for_what_was_drafted(case, mode, monkeypatch):

@@ -327,6 +327,7 @@ def written(evaluation, folder):
 KINDS_AND_COUNTS = [(kind, count) for kind in ("questions", "choices", "texts") for count in (1, 2, 3)]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("kind", "count"), KINDS_AND_COUNTS)
 @pytest.mark.parametrize("values", [None, [0.0, 1e-7, -0.0], [-math.inf, -1.0, -2.0]], ids=["far", "certain", "never"])
 def test_intervals_of_few_examples_hold_their_values_within_limits_or_are_said_not_to_exist(

@@ -209,6 +209,7 @@ def test_bootstrap_intervals_hold_the_truth_in_95_of_100_samples():
     assert NUM_DRAWS == 1000
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", ["F1", "chrF", "BLEU"])
 @pytest.mark.parametrize("response", [" the quick brown fox jumps\n", "", "\n", " zzz"])
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -257,6 +257,7 @@ def test_a_member_with_an_adapter_is_saved_with_it(kind, base, tmp_path):
     assert (tmp_path / "there" / "members").is_dir()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("kind", ["LoRA", "LoRA and a whole head"])
 @pytest.mark.parametrize("how", ["peft", "stock", "ours"])
 def test_it_comes_back_to_the_last_bit_in_half_precision(kind, how, tmp_path):

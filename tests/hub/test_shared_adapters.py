@@ -215,7 +215,7 @@ def written(ensemble, prompts=PROMPTS, **options):
     return ensemble.generate(**inputs, **options).tolist()
 
 
-QUICK = ("UniTE", "GaC", "beams", "sampled")
+QUICK = ("UniTE", "beams", "sampled")
 """One of each way in which rows go on."""
 
 

@@ -101,7 +101,7 @@ def test_texts_are_those_of_whole_rows(call, far):
 @pytest.mark.parametrize("top_k", [1, pytest.param(3, marks=slow), pytest.param(400, marks=slow)])
 def test_all_kinds_of_tokenizers_and_depths(names, top_k):
     local, ensemble = both(names, (0, 1), method=UniteConfig(top_k=top_k))
-    options = {"return_dict_in_generate": True, "output_logits": True}
+    options = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 6}
     expected, found = run(local, options), run(ensemble, options)
     assert torch.equal(found.sequences, expected.sequences)
     new = expected.sequences[:, -len(expected.logits) :]
@@ -192,7 +192,7 @@ def test_what_a_member_cannot_give_is_refused(missing, options, message, monkeyp
     monkeypatch.setattr(FarMember, "offers", ALL_OFFERS - {missing})
     with pytest.raises(ConfigurationError, match=message):
         run(ensemble, options)
-    run(ensemble, {})  # nothing else is in the way
+    run(ensemble, {"max_new_tokens": 1})  # nothing else is in the way
 
 
 def test_a_primary_and_a_score_and_a_prompt_loss_are_refused_likewise(monkeypatch):

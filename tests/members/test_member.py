@@ -280,6 +280,7 @@ def test_a_prompt_beyond_the_positions_is_refused_before_any_forward(method, lim
     assert counts == [0, 0]
 
 
+@pytest.mark.crossed
 @each_method
 @pytest.mark.parametrize("limited", [0, 1])
 def test_a_row_without_positions_ends_with_a_warning(method, limited):

@@ -89,6 +89,7 @@ def ids_run(state):
     return widths
 
 
+@pytest.mark.crossed
 @each_member
 @pytest.mark.parametrize("lengths", [(30,), (30, 5, 17)], ids=str)
 def test_window_layers_hold_the_window_and_a_margin(member, lengths):

@@ -105,11 +105,15 @@ SERVED = pytest.mark.parametrize("served", [pytest.param(WHO[who], id=who) for w
 
 
 def cases(calls, *quick):
-    """All calls, whoever is served; but few of them where slow tests do not run."""
+    """All calls, whoever is served; but few of them where slow tests do not run, and in CI those with both."""
+    further = [pytest.mark.slow, pytest.mark.further]
+    marks = {f"{call}-{who}": [pytest.mark.slow] if who == "both" else further for call in calls for who in WHO}
     return pytest.mark.parametrize(
         ("served", "call"),
         [
-            pytest.param(served, call, id=f"{call}-{who}", marks=[] if f"{call}-{who}" in quick else pytest.mark.slow)
+            pytest.param(
+                served, call, id=f"{call}-{who}", marks=[] if f"{call}-{who}" in quick else marks[f"{call}-{who}"]
+            )
             for who, served in WHO.items()
             for call in calls
         ],

@@ -107,6 +107,7 @@ def test_mined_is_the_average_of_what_was_moved_to_the_nearest_entries(ensemble,
         torch.testing.assert_close(mixed.logprobs[n].exp().double(), expected, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("config", [EvaConfig(), EvaConfig(3, 0.05, 20, 2), EvaConfig(top_k=1000)], ids=str)
 @pytest.mark.parametrize("sharpness", [0.5, 3.0])
 def test_eva_is_the_average_of_what_agreeing_members_moved_to_similar_entries(ensemble, config, sharpness):

@@ -162,6 +162,7 @@ def test_greedy_texts_are_greedy(method):
     assert ensemble.score([prompt] * 2, [ids, other], method=method).is_greedy.tolist() == [True, False]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", ["two", "last"])
 @pytest.mark.parametrize("cut", [1, 2])
 def test_prompts_that_end_inside_a_character(name, cut):

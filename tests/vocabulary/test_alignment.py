@@ -172,6 +172,7 @@ def as_dictionaries(ids, shares):
     }
 
 
+@pytest.mark.crossed
 @each_pair
 @pytest.mark.parametrize("widths", [(16, 16), (16, 12), (12, 16)], ids=str)
 def test_counterparts_are_those_of_the_whole_matrix(pair, widths):
