@@ -96,23 +96,9 @@ mkdir -p .venvs
 $quick || background oldest oldest_environment
 stage "newest versions" make_environment .venvs/newest --group dev || exit 1
 if ! $quick; then
-    background lm-eval extra_environment lm-eval --editable ".[lm-eval]"
-    background ray extra_environment ray --editable ".[ray]"
-    background json json_environment
-    background mypy $newest/mypy
     stage "ruff format" $newest/ruff format --check .
     stage "ruff check" $newest/ruff check .
     stage "import layers" $newest/lint-imports
-    stage "docs" env NO_MKDOCS_2_WARNING=1 $newest/mkdocs build --strict --quiet -f docs/mkdocs.yml
-    stage "demo models" $newest/python examples/demo_models.py --install || exit 1
-    stage "mypy" result_of mypy
-    stage "oldest versions" result_of oldest || exit 1
-    with_lm_eval=.venvs/lm-eval/bin
-    stage "lm-eval" result_of lm-eval || with_lm_eval=$newest
-    with_ray=.venvs/ray/bin
-    stage "ray" result_of ray || with_ray=$newest
-    with_json=.venvs/json/bin
-    stage "json" result_of json || with_json=$newest
 fi
 
 without="not gpu"
@@ -135,26 +121,46 @@ unit=(-m pytest --quiet --ignore=tests/real --ignore=tests/ray --ignore=tests/te
 real=(-m pytest --quiet tests/real -n logical --maxprocesses 2 --dist loadfile -m)
 tests "unit tests, newest" $newest/python "${unit[@]}" "$without and not real and not slow"
 if ! $quick; then
-    few=() few_of_oldest=() few_real=() few_ray=
+    # Only what follows needs these. They wait for the network and for one another, so they are made beside the slow tests.
+    background demo $newest/python examples/demo_models.py --install
+    background lm-eval extra_environment lm-eval --editable ".[lm-eval]"
+    background ray extra_environment ray --editable ".[ray]"
+    background json json_environment
+    background mypy $newest/mypy
+    background docs env NO_MKDOCS_2_WARNING=1 $newest/mkdocs build --strict --quiet -f docs/mkdocs.yml
+    few=() few_of_oldest=() few_real=() few_ray= few_slow=
     if $ci; then
         long="contract_about or contract_holds or many_cases or random_members"
         long+=" or what_constraints_leave or anything_may_happen or parts_where_memory"
+        few_slow=" and not further"
         few=(--ignore=tests/members/test_entries.py -k "not ($long)")
         few_of_oldest=(--ignore=tests/decoding --ignore=tests/recording --ignore=tests/scoring --ignore=tests/test_{contracts,member_comparison,span_lengths}.py
             --ignore=tests/cli/test_{command_line,command_line_docs,eval}.py --ignore=tests/answers --ignore=tests/members/test_{entries,line,served_members}.py --ignore=tests/checking --ignore=tests/bug_bank/test_{g_numerics,h_devices,i_errors}.py)
         few_real=(--ignore=tests/real/test_{bug_bank,decisions}_real.py)
         few_ray=" and not slow and not real"
     fi
-    tests "slow tests, newest" $newest/python "${unit[@]}" "$without and not real and slow" "${few[@]}"
+    tests "slow tests, newest" $newest/python "${unit[@]}" "$without and not real and slow$few_slow" "${few[@]}"
+    printf '\n'
+    stage "mypy" result_of mypy
+    stage "docs" result_of docs
+    stage "oldest versions" result_of oldest || exit 1
     # What is slow, other methods beside GaC and spans, and what no version of transformers changes, is the same on both.
     tests "unit tests, oldest" $oldest/python "${unit[@]}" "$without and not real and not slow" -k "not (unite or deepen or mined or eva)" \
         --ignore=tests/evaluation --ignore=tests/methods --ignore=tests/vocabulary --ignore-glob="tests/test_reference*" \
         --ignore=tests/choosing --ignore=tests/members/test_served_requests.py --ignore=tests/test_{docs,examples,benchmarks,reliability,comparisons,mixing,pages}.py \
         --ignore=tests/answers/test_{chrf,options,record}.py "${few_of_oldest[@]}"
+    stage "demo models" result_of demo || exit 1
     tests "real models, oldest" $oldest/python "${real[@]}" "$without and not slow" -k "not (unite or gemma or scripts)" "${few_real[@]}"
-    tests "grammars, newest" $with_json/python -m pytest --quiet tests/serving/test_{json,clients}.py tests/decoding/test_constraints.py tests/test_benchmarks.py -p no:logging -k "json or grammar or matcher or langchain"
+    with_lm_eval=.venvs/lm-eval/bin
+    stage "lm-eval" result_of lm-eval || with_lm_eval=$newest
+    with_ray=.venvs/ray/bin
+    stage "ray" result_of ray || with_ray=$newest
+    with_json=.venvs/json/bin
+    stage "json" result_of json || with_json=$newest
+    background grammars $with_json/python -m pytest --quiet tests/serving/test_{json,clients}.py tests/decoding/test_constraints.py tests/test_benchmarks.py -p no:logging -k "json or grammar or matcher or langchain"
     # One process: each starts its own nodes, and what is measured is whether processes end.
     tests "ray, newest" $with_ray/python -m pytest --quiet tests/ray -p no:logging -m "$without$few_ray"
+    stage "grammars, newest" result_of grammars
     tests "real and lm-eval, newest" $with_lm_eval/python "${real[@]}" "$without" tests/test_lm_eval.py
 fi
 
