@@ -1,4 +1,4 @@
-"""A small development set: its examples, what models answer to them, and what a metric says of that."""
+"""A small development set: its examples, the models' responses, and their scores by a metric."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from .errors import ConfigurationError
 from .members.state import padded_left
 
 Metric = Callable[[str, Any], float]
-"""From a response and the example's reference to a number, the higher the better."""
+"""Maps a response and the example's reference to a number; higher is better."""
 
 
 class DevSet:
@@ -21,13 +21,14 @@ class DevSet:
 
     Args:
         examples: Dictionaries with `prompt` and `reference`, or pairs of them.
-        metric: From a response and a reference to a number, or the name of such a function.
+        metric: A function of a response and a reference that returns a number, or the name of one.
 
     Attributes:
         prompts: The prompts of the examples.
 
     Raises:
-        ConfigurationError: If there is no example, one has another form or no prompt, or there is no such metric.
+        ConfigurationError: If there is no example, an example has another form or no prompt, or there is no such
+            metric.
     """
 
     def __init__(self, examples: Iterable[Any], metric: str | Metric):
@@ -54,10 +55,10 @@ class DevSet:
         self._metric = metric if callable(metric) else METRICS[metric]
 
     def score(self, responses: Sequence[str]) -> float:
-        """Mean of the metric over responses, one an example.
+        """Return the mean of the metric over the responses, one per example.
 
         Raises:
-            ConfigurationError: If the metric gives something else than a finite number.
+            ConfigurationError: If the metric returns anything but a finite number.
         """
         values = []
         for n, (response, reference) in enumerate(zip(responses, self._references, strict=True)):
@@ -76,14 +77,14 @@ class DevSet:
 
 
 def read_prompt(prompt: Any, place: int) -> str:
-    """Check that a prompt is text to go on from.
+    """Check that a prompt is a non-empty text.
 
     Args:
         prompt: The prompt.
-        place: Its place in a list, for the error.
+        place: Its index in a list, for the error.
 
     Raises:
-        ConfigurationError: If it is no text, or empty.
+        ConfigurationError: If it is not a text, or is empty.
     """
     if not isinstance(prompt, str) or not prompt:
         raise ConfigurationError(f"prompt {place} has to be a non-empty text, but is {prompt!r:.200}.")
@@ -91,7 +92,7 @@ def read_prompt(prompt: Any, place: int) -> str:
 
 
 def exact_match(response: str, reference: str | Sequence[str]) -> float:
-    """1 if the response is the reference, or one of them, but for case and white space around it; else 0.
+    """Return 1 if the response is the reference or one of them, ignoring case and surrounding white space; else 0.
 
     Args:
         response: What was written.
@@ -104,7 +105,7 @@ def exact_match(response: str, reference: str | Sequence[str]) -> float:
 
 
 def contains(response: str, reference: str | Sequence[str]) -> float:
-    """1 if the response holds the reference, or one of them, in whatever case; else 0.
+    """Return 1 if the response contains the reference or one of them, ignoring case; else 0.
 
     Args:
         response: What was written.
@@ -138,15 +139,15 @@ def are_texts(values: Any) -> bool:
 
 
 def mean_lengths_of(responses: Sequence[Sequence[str]] | None, count: int, each: str) -> Sequence[float | None]:
-    """Mean number of characters of responses, white space at their ends aside.
+    """Return the mean number of characters of responses, without white space at their ends.
 
     Args:
-        responses: For each of several writers its responses; None if lengths are not compared.
+        responses: The responses of each writer; None if lengths are not compared.
         count: Number of writers.
-        each: What a writer is called in errors.
+        each: The word for a writer in errors.
 
     Raises:
-        ConfigurationError: If there is not one list of texts a writer, or one is empty.
+        ConfigurationError: If there is not one list of texts per writer, or one is empty.
     """
     if responses is None:
         return [None] * count
@@ -163,12 +164,12 @@ def mean_lengths_of(responses: Sequence[Sequence[str]] | None, count: int, each:
 def run_batches(
     ensemble: Any, prompts: Sequence[str], *, max_new_tokens: int, batch_size: int, **options: Any
 ) -> Iterator[list[str]]:
-    """Let an ensemble answer prompts in batches padded on the left, greedily unless options say other.
+    """Let an ensemble answer prompts in batches padded on the left, greedily unless options say otherwise.
 
     Args:
         ensemble: An `EnsembleForCausalLM`.
         prompts: The prompts.
-        max_new_tokens: Most ids of a response.
+        max_new_tokens: Largest number of ids of a response.
         batch_size: Number of prompts that run together.
         **options: Other options of `generate`.
 
@@ -176,7 +177,7 @@ def run_batches(
         The responses to each batch, without the prompts.
 
     Raises:
-        ConfigurationError: If a number is not positive, or the options do not give one text a prompt.
+        ConfigurationError: If a number is not positive, or the options do not give one text per prompt.
     """
     check_positive_integer("max_new_tokens", max_new_tokens)
     check_positive_integer("batch_size", batch_size)
@@ -195,7 +196,7 @@ def run_batches(
 
 
 def with_greedy(ensemble: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `generate` that write greedily where neither they nor those of the method say other.
+    """Options of `generate`, greedy unless they or the method say otherwise.
 
     Args:
         ensemble: An `EnsembleForCausalLM`.
@@ -223,7 +224,7 @@ def answer_all(ensemble: Any, prompts: Sequence[str], bar: Any, **options: Any) 
 
 
 def run_members(ensemble: Any, prompts: Sequence[str], **options: Any) -> list[list[str]]:
-    """Let every member alone answer the prompts, greedily unless options say other.
+    """Let every member alone answer the prompts, greedily unless options say otherwise.
 
     Args:
         ensemble: An `EnsembleForCausalLM`.
@@ -245,7 +246,7 @@ def run_members(ensemble: Any, prompts: Sequence[str], **options: Any) -> list[l
 
 
 def refuse_ids_of_one(options: Mapping[str, Any]) -> None:
-    """Refuse options of `generate` that cannot hold for several members, each of which runs alone.
+    """Refuse options of `generate` that cannot apply to several members, each running alone.
 
     Raises:
         ConfigurationError: If an option names ids of one tokenizer.

@@ -1,4 +1,4 @@
-"""Files that are read or written whole, or not at all."""
+"""Files that are read or written completely, or not at all."""
 
 import contextlib
 import json
@@ -12,10 +12,10 @@ from .errors import ConfigurationError
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path to write to, which takes the file's name when everything is written; whoever stops it leaves the old file.
+    """Give a path to write to, which gets the file's name once it is complete; if interrupted, the old file stays.
 
     Raises:
-        ConfigurationError: If the name is empty or that of a folder.
+        ConfigurationError: If the name is empty or names a folder.
     """
     # A link stays a link.
     target = Path(path).resolve()
@@ -38,10 +38,10 @@ def check_ending(path: Path, endings: Sequence[str]) -> str:
 
     Args:
         path: The file.
-        endings: The endings that it may have.
+        endings: The allowed endings.
 
     Raises:
-        ConfigurationError: If it is none of these, or the folder does not exist.
+        ConfigurationError: If it is not one of these, or the folder does not exist.
     """
     if path.suffix not in endings:
         raise ConfigurationError(f"the file name has to end in {', '.join(endings)}, but is {path.name!r}.")
@@ -50,10 +50,10 @@ def check_ending(path: Path, endings: Sequence[str]) -> str:
 
 
 def check_place(path: Path) -> None:
-    """Check that a file can be written there, before the work that gives what is to be written.
+    """Check that a file can be written, before the work for it starts.
 
     Raises:
-        ConfigurationError: If it is a folder, or lies in none that exists.
+        ConfigurationError: If it is a folder, or its folder does not exist.
     """
     if path.is_dir():
         raise ConfigurationError(f"{path} cannot be written: it is a folder.")
@@ -62,7 +62,7 @@ def check_place(path: Path) -> None:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file in UTF-8.
+    """Return the text of a file in UTF-8.
 
     Raises:
         ConfigurationError: If it cannot be read.
@@ -74,13 +74,13 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[Any]:
-    """The values of a file with one JSON value a line; empty lines count for nothing.
+    """Return the values of a file with one JSON value per line; empty lines are ignored.
 
     Raises:
-        ConfigurationError: If it cannot be read, naming the line if one is no JSON.
+        ConfigurationError: If it cannot be read; names the line that is not JSON.
     """
     values = []
-    # Not `splitlines`, which also splits at characters that JSON may hold within a text.
+    # Not `splitlines`, which also splits at characters that may occur inside JSON texts.
     for n, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             try:

@@ -1,7 +1,7 @@
 """An ensemble as a model of lm-evaluation-harness.
 
 `python -m hf_ensemble.lm_eval run --model hf_ensemble --model_args members=a,b,method=gac --tasks …` registers it and
-hands over to the harness's own command line, whose list of models is fixed. In Python, pass an `EnsembleLM` to
+hands over to the harness's own command line, which cannot add models itself. In Python, pass an `EnsembleLM` to
 `lm_eval.simple_evaluate(model=…)`.
 """
 
@@ -53,12 +53,12 @@ class EnsembleLM(TemplateLM):
         method: Name of the method. Default: the ensemble's own, else `"gac"`, which gives every token a probability.
         weights: Mixing weights: a list, or one string with commas.
         batch_size: Number of requests that run together.
-        device: Where the members go. Default: the GPU if there is one, else the CPU. `"cuda:0"`, which the harness's
-            command line passes where no device was said, is the CPU too if there is no GPU, as in its `hf` model.
+        device: Device of the members. Default: the GPU if there is one, else the CPU. `"cuda:0"`, the default of the
+            harness's command line, also means the CPU if there is no GPU, as in its `hf` model.
         dtype: Dtype of the members' weights, as in `from_pretrained`.
-        max_length: Most ids of the primary in a request; longer prompts are cut on the left. Default: the least of the
-            members' own.
-        max_gen_toks: Most new ids where a task does not say.
+        max_length: Largest number of the primary's ids in a request; longer prompts are cut on the left. Default: the
+            smallest of the members' own.
+        max_gen_toks: Largest number of new ids, if a task does not set it.
         max_batch_size: Refused: it is for `batch_size="auto"`.
         **options: The method's options, by name (`threshold`, `top_k`, …); others go to `from_pretrained`.
 
@@ -123,11 +123,11 @@ class EnsembleLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "EnsembleLM":
-        """Make one from `members=a,b,method=gac,…`: what has no `=` belongs to the value before it.
+        """Create one from `members=a,b,method=gac,…`; a piece without `=` belongs to the value before it.
 
         Args:
             arg_string: Names and values.
-            additional_config: What the harness adds from its own command line; None counts for nothing.
+            additional_config: What the harness adds from its own command line; None values are ignored.
 
         Raises:
             ConfigurationError: If the text has another form, or an argument does not fit.
@@ -139,7 +139,7 @@ class EnsembleLM(TemplateLM):
 
     @property
     def device(self) -> torch.device:
-        """Where the primary's ids go."""
+        """The device of the primary's ids."""
         return self.ensemble.member_views[0].device
 
     @property
@@ -149,7 +149,7 @@ class EnsembleLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a prompt starts from: the primary's BOS, else its EOS."""
+        """The id that starts a text without a prompt: the primary's BOS, else its EOS."""
         bos: int | None = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -159,7 +159,7 @@ class EnsembleLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness keeps with its results."""
+        """Return the information that the harness keeps with its results."""
         config = self.ensemble.config
         return {
             "members": [member.name for member in self.ensemble.member_views],
@@ -170,11 +170,11 @@ class EnsembleLM(TemplateLM):
         }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
-        """Encode text with the primary's tokenizer; its BOS rule holds, unless the text spells the BOS.
+        """Encode text with the primary's tokenizer, with its BOS rule unless the text spells the BOS.
 
         Args:
             string: The text.
-            add_special_tokens: False where the text does not begin there, so that no BOS is put before it.
+            add_special_tokens: False if the text does not begin here, so that no BOS is put before it.
             **kwargs: Not read.
         """
         return encode_text(self.ensemble.member_views[0], string, starts=add_special_tokens is not False)
@@ -184,7 +184,7 @@ class EnsembleLM(TemplateLM):
 
         Args:
             chat_history: Turns with `role` and `content`.
-            add_generation_prompt: Whether an answer is to begin; else the last turn is gone on with.
+            add_generation_prompt: Whether an answer begins; otherwise the last turn is continued.
         """
         text = self.tokenizer.apply_chat_template(
             chat_history,
@@ -259,7 +259,7 @@ class EnsembleLM(TemplateLM):
     # Texts
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue each request's text until one of its stop strings, the end of the text or its most new ids.
+        """Continue each request's text up to one of its stop strings, the end of the text or its limit of new ids.
 
         Args:
             requests: Requests of the harness, each with a text and options of its task.
@@ -280,13 +280,13 @@ class EnsembleLM(TemplateLM):
         return self._run(order, self._continue, disable_tqdm, "generate_until")
 
     def _continue(self, rows: Sequence[tuple[tuple[str, dict[str, Any]], Ids]]) -> list[str]:
-        """Continue texts of the same options; a row is what was asked, and the text's ids."""
+        """Continue texts with the same options; a row holds the request and the text's ids."""
         settings: dict[str, Any] = dict(normalize_gen_kwargs(rows[0][0][1], self.max_gen_toks))
         num_new = settings.pop("max_gen_toks")
         stops = [stop for stop in settings.pop("until") if stop]
         if not settings["do_sample"]:
             settings.pop("temperature", None)
-        # What a method says of its candidates is said of every task.
+        # A method's options for its candidates apply to every task.
         own = self._method.generate_options_beside(None)
         num_new = own.get("max_new_tokens", num_new)
         room = self.max_length - num_new
@@ -312,12 +312,12 @@ class EnsembleLM(TemplateLM):
 
     @property
     def _method(self) -> MethodConfig:
-        """The method that was asked for, else the ensemble's own."""
+        """The given method, or else the ensemble's own."""
         method: MethodConfig = self._call["method"] or self.ensemble.config.method
         return method
 
     def _stopping(self, stops: list[str], prompt_length: int) -> dict[str, Any]:
-        """How `generate` is told where to stop: by the primary's text, or, where every member writes, by each one's own."""
+        """The stopping options of `generate`: by the primary's text, or, if every member writes, by each one's own."""
         if not stops:
             return {}
         if self._method.decides == "answers":
@@ -325,7 +325,7 @@ class EnsembleLM(TemplateLM):
         return {"stopping_criteria": [_StopTexts(self.tokenizer, stops, prompt_length)]}
 
     def _run(self, order: Any, run: Callable[[Any], list[Any]], disable_tqdm: bool, kind: str) -> list[Any]:
-        """What `run` makes of rows, batch by batch as a `Collator` orders them, in their own order."""
+        """Run rows batch by batch in the order of a `Collator`, and return the results in their own order."""
         found: list[Any] = []
         with tqdm(total=len(order), disable=disable_tqdm, desc=f"Running {kind} requests") as progress:
             for batch in order.get_batched(n=self.batch_size):
@@ -335,18 +335,18 @@ class EnsembleLM(TemplateLM):
 
 
 class _StopTexts(StoppingCriteria):
-    """Ends each row whose new text holds one of some strings."""
+    """Ends each row whose new text contains one of some strings."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], num_prompt_ids: int):
         self._tokenizer = tokenizer
         self._stops = stops
         self._start = num_prompt_ids
-        # An id writes a byte at least, and the first ones may complete a character or be control tokens.
+        # An id writes at least a byte, and the first ones may complete a character or be control tokens.
         self._num_last = max(len(stop.encode()) for stop in stops) + 8
         self._num_read = num_prompt_ids
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        """Say which rows have ended, of shape `(batch_size,)`."""
+        """Return which rows have ended, of shape `(batch_size,)`."""
         start = max(self._start, self._num_read - self._num_last)
         self._num_read = input_ids.shape[1]
         texts = self._tokenizer.batch_decode(input_ids[:, start:], skip_special_tokens=False)
@@ -355,8 +355,8 @@ class _StopTexts(StoppingCriteria):
 
 
 def _split_arguments(text: str) -> list[tuple[str, str]]:
-    """Names and values of `a=1,b=2,3`: what has no `=` belongs to the value before it."""
-    # A comma ends a value only where the next piece up to a comma has a `=`.
+    """Return the names and values of `a=1,b=2,3`; a piece without `=` belongs to the value before it."""
+    # A comma ends a value only if the next piece has a `=`.
     parts = [part for part in re.split(r",(?=[^,=]*=)", re.sub(",+", ",", text).strip(",")) if part]
     if parts and "=" not in parts[0]:
         first = parts[0].partition(",")[0]
@@ -374,7 +374,7 @@ def _value_of(text: str) -> Any:
 
 
 def quote_lists(arguments: Sequence[str]) -> list[str]:
-    """Quote values with commas in a command line's `--model_args`, which the harness would take apart there."""
+    """Quote values with commas in `--model_args`, because the harness would split them there."""
     quoted, is_inside = [], False
     for argument in arguments:
         if argument.startswith("-"):
@@ -387,7 +387,7 @@ def quote_lists(arguments: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run the harness's command line, with ensembles among its models."""
+    """Run the harness's command line, with the model `hf_ensemble` added."""
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv[1:] = quote_lists(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""How well members go together: what their tokenizers share, and in what they differ."""
+"""How well members fit together: what their tokenizers share, and how the members differ."""
 
 import dataclasses
 from collections import Counter
@@ -25,22 +25,22 @@ def _decimal(value: float | None) -> str:
 
 
 def _shown(title: str, write: Callable[[Any], str]) -> Any:
-    """A figure, with its title in the table and how it is written there."""
+    """A field with its title and format in the table."""
     return field(metadata={"title": title, "write": write})
 
 
 @dataclass(frozen=True)
 class MemberFigures:
-    """What concerns one member.
+    """Figures of one member.
 
     Attributes:
         name: Its name.
         num_entries: Number of different texts that its tokens write.
-        shared_with_primary: Number of these that the primary has too.
-        words_cut_alike: Share of the words that it cuts into the same pieces as the primary; None if there are none.
-        tokens_per_word: Mean number of its tokens a word, the space before it included; None if there are none.
-        context_length: Most positions by its configuration; None if that says nothing.
-        eos_tokens: What ends its texts, as its tokenizer spells it.
+        shared_with_primary: Number of them that the primary has too.
+        words_cut_alike: Share of the words that it cuts into the same pieces as the primary; None without words.
+        tokens_per_word: Mean number of its tokens per word, including the space before it; None without words.
+        context_length: Number of positions in its configuration; None if unknown.
+        eos_tokens: The tokens that end its texts, as its tokenizer spells them.
         chat_template: `"none"`, `"own"`, or `"as the primary"`.
         mean_length: Mean number of characters of its responses; None without responses.
         length_ratio: Its mean length over the primary's; None without responses, or if the primary's is 0.
@@ -60,14 +60,14 @@ class MemberFigures:
 
 @dataclass(frozen=True)
 class CompatibilityReport:
-    """How well members go together; `str()` gives the table.
+    """How well members fit together; `str()` returns the table.
 
     Attributes:
         members: Figures of each member, the primary first.
         union_size: Number of ids of the union vocabulary.
         num_shared: Number of entries that all members have.
         num_words: Number of words that were cut.
-        words_cut_alike: Share of the words that all members cut into the same pieces; None if there are none.
+        words_cut_alike: Share of the words that all members cut into the same pieces; None without words.
     """
 
     members: tuple[MemberFigures, ...]
@@ -77,11 +77,11 @@ class CompatibilityReport:
     words_cut_alike: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, as dictionaries and lists."""
+        """Return all figures as dictionaries and lists."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        """The table, one column a member."""
+        """The table, one column per member."""
         rows = [["", *(member.name for member in self.members)]]
         for figure in dataclasses.fields(MemberFigures)[1:]:
             if figure.name not in ("mean_length", "length_ratio") or self.members[0].mean_length is not None:
@@ -91,7 +91,7 @@ class CompatibilityReport:
 
     @property
     def summary(self) -> str:
-        """What all members share, in a line."""
+        """One line about what all members share."""
         shared = f"all members: {self.num_shared:,} shared entries, union of {self.union_size:,}, "
         return f"{shared}{_percent(self.words_cut_alike)} of {self.num_words:,} words cut alike"
 
@@ -109,15 +109,15 @@ def compare_members(
 
     Args:
         ensemble: An `EnsembleForCausalLM`.
-        text: A text whose words are cut; None for common words.
+        text: A text whose words are compared; None for common words.
         responses: For each member its responses; None if lengths are not compared.
         prompts: Prompts to run every member on, for such responses.
-        max_new_tokens: Most ids of a response to `prompts`.
+        max_new_tokens: Largest number of ids of a response to `prompts`.
         batch_size: Number of prompts that run together.
         options: Other options of the members' `generate`.
 
     Raises:
-        ConfigurationError: If `text` has no words, or responses or prompts are missing or too many.
+        ConfigurationError: If `text` has no words, or the number of responses or prompts is wrong.
     """
     members: Sequence[Member] = ensemble.member_views
     union: UnionVocabulary = ensemble.union_vocabulary
@@ -140,7 +140,7 @@ def compare_members(
     counts = list(words.values())
     in_primary = union.union_to_member[0] >= 0
     num_shared = [int((in_primary & (own >= 0)).sum()) for own in union.union_to_member]
-    # Among the primary's own are its control tokens, which are no entries.
+    # The primary's ids include control tokens, which are not entries.
     num_shared[0] = len(members[0].encoder.id_of)
     figures = [
         MemberFigures(
@@ -167,13 +167,13 @@ def compare_members(
 
 
 def _share_alike(counts: Sequence[int], *cuts: Sequence[tuple[bytes, ...]]) -> float | None:
-    """Share of the words, each as often as it occurs, that are in the same pieces in all of these."""
+    """Share of the words, by frequency, that are cut into the same pieces in all of these."""
     alike = sum(count for count, *pieces in zip(counts, *cuts, strict=True) if len(set(pieces)) == 1)
     return _quotient(alike, sum(counts))
 
 
 def _mean_number(counts: Sequence[int], cut: Sequence[tuple[bytes, ...]]) -> float | None:
-    """Mean number of pieces of a word, each as often as it occurs."""
+    """Mean number of pieces per word, by frequency."""
     return _quotient(sum(count * len(pieces) for count, pieces in zip(counts, cut, strict=True)), sum(counts))
 
 
@@ -190,7 +190,7 @@ def _whose_template(templates: Sequence[str | None], m: int) -> str:
 def _words_of(encoder: ByteEncoder) -> Iterator[str]:
     """Words of a vocabulary, common ones first: entries of a space and two or more letters, in the order of ids.
 
-    A tokenizer's training takes up frequent pieces first, and numbers them in that order.
+    A tokenizer's training adds frequent pieces first, and numbers them in that order.
     """
     for i in (encoder.token_bytes.kinds == TEXT).nonzero()[0].tolist():
         text = encoder.token_bytes.entry(i).decode("utf-8", "replace")

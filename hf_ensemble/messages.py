@@ -1,4 +1,4 @@
-"""What is said in more than one place: every such message is worded here, once."""
+"""Error messages and warnings used in several places, each worded once."""
 
 import sys
 import traceback
@@ -10,14 +10,14 @@ import torch
 from .errors import ConfigurationError, MemberError, VocabularyError
 
 _TAIL = 60
-"""Characters at the end of a text that an error shows."""
+"""Number of characters at the end of a text that an error shows."""
 
 _BETWEEN = {"hf_ensemble", "torch", "transformers", "functools", "contextlib"}
-"""Packages whose lines stand between those of a user and of this one."""
+"""Packages whose frames are between the user's and this package's."""
 
 
 def warn(message: str) -> None:
-    """Warn at the user's line: the one that called this package, maybe through the libraries that it is used with."""
+    """Warn at the user's line: the one that called this package, possibly through other libraries."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
     packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
     entry = max(n for n, package in enumerate(packages) if package == __package__)
@@ -30,12 +30,12 @@ def warn(message: str) -> None:
 
 
 def not_finite(name: str, dtype: torch.dtype, where: str) -> MemberError:
-    """The error for a member that gave NaN or infinite logits.
+    """The error for a member that returned NaN or infinite logits.
 
     Args:
         name: The member's name.
         dtype: Its dtype, on which the remedy depends.
-        where: Where it did so: "in row 0 at step 1".
+        where: Its place: "in row 0 at step 1".
     """
     remedy = {
         torch.float32: "Run it alone on this text: its weights may be damaged",
@@ -56,11 +56,11 @@ def failed_pass(name: str, error: Exception, what: str = "its forward pass") -> 
 
 
 def written_so_far(texts: Sequence[str], num_steps: int) -> str:
-    """What an error adds about what was written before it.
+    """The sentence in an error about the text written so far.
 
     Args:
-        texts: A text a row.
-        num_steps: In how many steps: ids of each row.
+        texts: One text per row.
+        num_steps: Number of steps, which is ids per row.
     """
     if not any(texts):
         return "Nothing had been written."
@@ -70,7 +70,7 @@ def written_so_far(texts: Sequence[str], num_steps: int) -> str:
 
 
 def nothing_left(method_name: str, where: str) -> MemberError:
-    """The error for a choice of which every candidate was filtered out.
+    """The error for a choice whose candidates were all filtered out.
 
     Args:
         method_name: The method's name.
@@ -84,12 +84,12 @@ def nothing_left(method_name: str, where: str) -> MemberError:
 
 
 def too_many_allowed(member_name: str, count: int, most: int, where: str) -> MemberError:
-    """The error for constraints that leave none of what is proposed, and too much else.
+    """The error for constraints that allow none of the proposals, and too many other ids.
 
     Args:
         member_name: The member that lists few ids.
-        count: How many of its ids are left.
-        most: For how many it is asked.
+        count: Number of its ids that are left.
+        most: Largest number of ids to ask about.
         where: Where: "in row 0 at step 1".
     """
     return MemberError(
@@ -100,7 +100,7 @@ def too_many_allowed(member_name: str, count: int, most: int, where: str) -> Mem
 
 
 def changed_beside(member_names: Sequence[str], where: str) -> MemberError:
-    """The error for processors that change what members that list few ids cannot say beforehand.
+    """The error for processors that change scores which members that list few ids cannot give beforehand.
 
     Args:
         member_names: These members.
@@ -119,15 +119,15 @@ def no_position_left(name: str, limit: int | None, row: int, num_new: int) -> st
 
     Args:
         name: The member's name.
-        limit: Number of ids for which it has positions.
+        limit: Number of its positions.
         row: The row.
-        num_new: Number of ids that were written in it.
+        num_new: Number of new ids in it.
     """
     return f"row {row} ends after {num_new} new ids: member {name!r} has positions for {limit} ids only."
 
 
 def python_tokenizer(name: str, class_name: str) -> VocabularyError:
-    """Make the error for a tokenizer that is SentencePiece models and Python code around them."""
+    """Return the error for a tokenizer that is SentencePiece models and Python code around them."""
     return VocabularyError(
         f"member {name!r} cannot be used: its tokenizer ({class_name}) is Python code around SentencePiece models, "
         "which does not say what its ids write. Pass a tokenizer with the same ids and a `tokenizers` backend (a "
@@ -136,11 +136,11 @@ def python_tokenizer(name: str, class_name: str) -> VocabularyError:
 
 
 def too_long(name: str, limit: int, what: str, length: int, remedy: str) -> ConfigurationError:
-    """The error for a text that a member has not enough positions for.
+    """The error for a text that is too long for a member's positions.
 
     Args:
         name: The member's name.
-        limit: Number of ids for which it has positions.
+        limit: Number of its positions.
         what: What is too long, with its verb: "the prompt takes".
         length: Number of the member's ids in it.
         remedy: What to do: "Shorten the prompt".
@@ -151,7 +151,7 @@ def too_long(name: str, limit: int, what: str, length: int, remedy: str) -> Conf
 
 
 def nothing_to_start_from(name: str, what: str) -> ConfigurationError:
-    """The error for an empty prompt where the primary's tokenizer has no token that a text could start from.
+    """The error for an empty prompt if the primary's tokenizer has no token to start a text from.
 
     Args:
         name: The primary's name.
@@ -164,13 +164,13 @@ def nothing_to_start_from(name: str, what: str) -> ConfigurationError:
 
 
 def wrong_count(option: str, got: int, count: int, each: str = "member") -> ConfigurationError:
-    """The error for an option that is a list of another length than it must be.
+    """The error for an option that is a list of the wrong length.
 
     Args:
         option: Its name.
         got: Its length.
         count: The length that it must have.
-        each: What has one entry each.
+        each: The word for one entry.
     """
     return ConfigurationError(f"`{option}` must have one entry per {each}: got {got} for {count} {each}s.")
 
@@ -179,7 +179,7 @@ def id_outside(what: str, name: str, vocab_size: int) -> ConfigurationError:
     """The error for an id that the primary does not have.
 
     Args:
-        what: What holds the id, with its verb and the id: "`input_ids` holds 7".
+        what: What contains the id, with its verb and the id: "`input_ids` contains 7".
         name: The primary's name.
         vocab_size: Number of its ids.
     """

@@ -1,4 +1,4 @@
-"""Arithmetic on next-token distributions: pure functions of tensors, each row on its own."""
+"""Arithmetic on next-token distributions: pure functions of tensors, row by row."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,12 +11,12 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class Duplicates(NamedTuple):
-    """Ids of one member that stand for the same entry.
+    """Ids of one member that write the same entry.
 
     Attributes:
-        ids: Ids that write the same as another, of shape `(num_duplicates,)`.
-        canonical_ids: The ids that stand for them, each once, of shape `(num_entries,)`.
-        position: For each of `ids`, its place among `canonical_ids`, of shape `(num_duplicates,)`.
+        ids: Ids that write the same as another id, of shape `(num_duplicates,)`.
+        canonical_ids: The id that represents each entry, of shape `(num_entries,)`.
+        position: For each of `ids`, its index in `canonical_ids`, of shape `(num_duplicates,)`.
     """
 
     ids: Tensor
@@ -33,10 +33,10 @@ class Duplicates(NamedTuple):
 
 
 def merge_duplicates(logits: Tensor, duplicates: Duplicates) -> Tensor:
-    """Give the canonical id of every entry the log-sum-exp of all its ids' logits, and its other ids `-inf`.
+    """Give every entry's canonical id the log-sum-exp of all its ids' logits, and its other ids `-inf`.
 
     Args:
-        logits: Of shape `(batch_size, vocab_size)`. Left as it is.
+        logits: Of shape `(batch_size, vocab_size)`; not changed.
         duplicates: The ids to merge.
 
     Returns:
@@ -50,7 +50,7 @@ def merge_duplicates(logits: Tensor, duplicates: Duplicates) -> Tensor:
 
 
 def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the k best ids of every row; where the k-th best is tied, the lowest ids.
+    """Find the k best ids of every row; ties at the k-th go to the lowest ids.
 
     Args:
         logits: Of shape `(batch_size, vocab_size)`.
@@ -64,7 +64,7 @@ def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_entries_of_each(logits: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
-    """Find the k best ids of every row of every member at once, which takes a GPU fewer kernels.
+    """Find the k best ids of every row of every member at once, which needs fewer GPU kernels.
 
     Args:
         logits: Each member's, of shape `(batch_size, vocab_size)`.
@@ -73,12 +73,12 @@ def top_entries_of_each(logits: Sequence[Tensor], k: int) -> tuple[Tensor, Tenso
     Returns:
         Their logits and ids, each of shape `(num_members, batch_size, k)`; see `top_entries`.
     """
-    # Blocks first: the k best lie in the k blocks with the best maxima (of equal ones the first), and searching those few
-    # is much faster.
+    # Blocks first: the k best are in the k blocks with the best maxima (ties to the first), and searching those few is
+    # much faster.
     most_blocks = max(-(-one.shape[-1] // _BLOCK) for one in logits)
     num_best = min(k, most_blocks)
     blocks = [_in_blocks(one, num_best) for one in logits]
-    # Of `-inf` the first are the best, so what fills this up is never among them.
+    # Among `-inf`, the first count as best, so padding is never chosen.
     maxima = logits[0].new_full((len(logits), len(logits[0]), most_blocks), -torch.inf)
     for of_member, one in zip(maxima, blocks, strict=True):
         torch.amax(one, -1, out=of_member[:, : one.shape[1]])
@@ -93,7 +93,7 @@ def top_entries_of_each(logits: Sequence[Tensor], k: int) -> tuple[Tensor, Tenso
     ids = best_blocks.gather(-1, at // _BLOCK) * _BLOCK + at % _BLOCK
     for of_member, one in zip(ids, logits, strict=True):
         if one.shape[-1] % _BLOCK or one.shape[-1] < k:
-            # Where a GPU sorts NaN with a sign behind what fills up the blocks, its id must still be one.
+            # A GPU may sort negative NaN after the padding of the blocks; its id must still be valid.
             of_member.clamp_max_(one.shape[-1] - 1)
     return values.gather(-1, at), ids
 
@@ -106,12 +106,12 @@ def _in_blocks(logits: Tensor, at_least: int) -> Tensor:
 
 
 def _first_best(values: Tensor, k: int) -> Tensor:
-    """Places of the k greatest values of every row, in their order; of equal ones the first come first, as does NaN."""
+    """The indices of the k greatest values of every row, in order; ties go to the first, and NaN comes first."""
     values = values + 0.0  # without -0.0
     if values.is_cuda:
-        # Of so few values faster than a search for the best.
+        # For so few values, faster than a search for the best.
         return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    # The sign of NaN says nothing, but its bits have it.
+    # The sign of NaN has no meaning, but its bits include one.
     bits = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
     places = torch.arange(values.shape[-1], device=values.device)
     order = 2**32 * (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() - places
@@ -125,15 +125,15 @@ def log_normalizer(logits: Tensor) -> Tensor:
         logits: Of shape `(batch_size, vocab_size)`.
 
     Returns:
-        Of shape `(batch_size,)`; NaN or infinite where a row holds NaN or `inf`, or nothing but `-inf`.
+        Of shape `(batch_size,)`; NaN or infinite if a row contains NaN or `inf`, or only `-inf`.
     """
     best = logits.amax(-1, keepdim=True)
-    # `torch.logsumexp` is a chain of more kernels, and `log_softmax` leaves a row to one of a GPU's many processors.
+    # `torch.logsumexp` runs more kernels, and `log_softmax` uses only one GPU processor per row.
     return (logits - best).exp_().sum(-1).log_() + best[:, 0]
 
 
 def normalize_(probs: Tensor) -> Tensor:
-    """Divide every row by its sum, in place. A row without any mass stays so: nothing is left there to choose from.
+    """Divide every row by its sum, in place. A row of zeros stays zero: it has nothing left to choose from.
 
     Args:
         probs: Not negative, of shape `(batch_size, width)`; changed in place.
@@ -145,7 +145,7 @@ def normalize_(probs: Tensor) -> Tensor:
 
 
 def fold(logprobs: Tensor, first_ids: Tensor, width: int) -> Tensor:
-    """Move every column of a wide row onto the id that it is written with first.
+    """Move every column of a wide row onto the first id that writes it.
 
     Args:
         logprobs: Log-probabilities (or scores) over union ids, of shape `(batch_size, union_size)`.
@@ -154,7 +154,7 @@ def fold(logprobs: Tensor, first_ids: Tensor, width: int) -> Tensor:
         width: Number of columns to fold onto.
 
     Returns:
-        Of shape `(batch_size, width)`: log-sum-exp over the columns that meet.
+        Of shape `(batch_size, width)`: log-sum-exp over the columns that are combined.
     """
     if logprobs.shape[-1] == width:
         return logprobs
@@ -169,15 +169,15 @@ def _joined(kept: Tensor, moved: Tensor, into: Tensor) -> Tensor:
 
 
 def put_eos(probs: Tensor, eos_mass: Tensor, primary_logits: Tensor, eos_ids: Tensor, nothing: float = 0.0) -> Tensor:
-    """Write the mass of EOS at the primary's EOS id that has the highest logit, in place.
+    """Write the probability of EOS at the primary's EOS id with the highest logit, in place.
 
     Args:
         probs: Probabilities (or log-probabilities) over the primary's ids or union ids, of shape `(batch_size, width)`;
             changed in place.
-        eos_mass: That of EOS, of shape `(batch_size,)`.
+        eos_mass: Probability of EOS, of shape `(batch_size,)`.
         primary_logits: Of shape `(batch_size, primary_vocab_size)`.
         eos_ids: The primary's EOS ids, of shape `(num_eos,)`, at least one.
-        nothing: What an id without mass has.
+        nothing: The value of an id without probability.
 
     Returns:
         `probs`.

@@ -206,8 +206,8 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
     def close(self) -> None:
         """End what members have started elsewhere, such as Ray actors.
 
-        These members cannot run until you restart them. The same happens at the end of `with ensemble:`, when nothing refers to the ensemble any more, and when the
-        interpreter ends.
+        These members cannot run until you restart them. The same happens at the end of `with ensemble:`, when nothing
+        refers to the ensemble any more, and when the interpreter ends.
         """
         for member in self._members:
             member.close()

@@ -1,10 +1,10 @@
-"""What can be asked of a member. Kinds of members differ in what they can give."""
+"""What can be asked of a member. Kinds of members differ in what they provide."""
 
 from enum import Enum
 
 
 class Offer(Enum):
-    """Something that a member can be asked for; its value is what errors call it, and what else to do."""
+    """Something that a member can provide; its value has its name in errors and the remedy if a member cannot."""
 
     ROWS = ("whole rows of logits", "Use method 'unite', 'sweetspan' or a choice among whole answers")
     ENTRIES = ("its best entries and the logits of others", "Use 'sweetspan' or a choice among whole answers")
@@ -19,14 +19,14 @@ class Offer(Enum):
 
     @property
     def what(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return self.value[0]
 
     @property
     def remedy(self) -> str:
-        """What else to do."""
+        """What to do instead."""
         return self.value[1]
 
 
 ALL_OFFERS = frozenset(Offer)
-"""What a decoder-only model in this process gives."""
+"""What a decoder-only model in this process provides."""

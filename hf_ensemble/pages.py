@@ -1,4 +1,4 @@
-"""Pages that need no network: their frame, texts that cannot break them, and how a notebook shows one."""
+"""Pages that need no network: their frame, safe texts, and display in a notebook."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ MOST_IN_NOTEBOOK = 20
 
 
 def page(package: str, name: str, title: str, parts: Mapping[str, str], has_script: bool = False) -> str:
-    """Make one page that loads nothing.
+    """Return a page that loads nothing.
 
     Args:
-        package: The package that holds `name.html`, its body below the heading, in which a name between `@@` and `@@`
-            stands for a part; and `name.css`, its style beside that of the frame.
+        package: The package with `name.html`, the body below the heading, in which a name between `@@` and `@@` stands
+            for a part, and `name.css`, its style in addition to the frame's.
         name: Name of both files.
-        title: Heading, as it is to be read.
+        title: Heading, as plain text.
         parts: HTML by the names in the body.
         has_script: Whether the body runs a script.
     """
@@ -36,18 +36,18 @@ def _read(package: str, name: str) -> str:
 
 
 def _filled(template: str, parts: Mapping[str, str]) -> str:
-    # Split first, then filled: a text that holds `@@` must not be taken for a place to fill.
+    # Split first, then filled, so that a text with `@@` is not mistaken for a placeholder.
     return "".join(piece if n % 2 == 0 else parts[piece] for n, piece in enumerate(template.split("@@")))
 
 
 def escaped(text: str) -> str:
     """A text as HTML, with signs for control characters."""
-    # What is no character in UTF-8 could not be written.
+    # Characters that UTF-8 lacks could not be written.
     return html.escape(text.translate(PICTURES).encode("utf-8", "replace").decode())
 
 
 def marked(text: str) -> str:
-    """Escape a text, and put signs for tabs and newlines before them, which are not copied with the text."""
+    """Escape a text, and put signs before tabs and newlines, which are not copied with the text."""
     return escaped(text).replace("\t", '<b class="tab"></b>\t').replace("\n", '<b class="newline"></b>\n')
 
 
@@ -70,9 +70,9 @@ def tables_in_notebook(title: str, tables: Sequence[Sequence[Sequence[str]]], re
     """A page of tables, as a piece of a notebook.
 
     Args:
-        title: Heading, as it is to be read.
+        title: Heading, as plain text.
         tables: The tables, as `table` takes them.
-        remarks: What is said below them, a paragraph each.
+        remarks: Paragraphs below the tables.
     """
     parts = {"tables": "\n".join(map(table, tables)), "remarks": "".join(f"<p>{escaped(one)}</p>" for one in remarks)}
     lines = [" ".join(row) for rows in tables for row in rows]
@@ -80,11 +80,11 @@ def tables_in_notebook(title: str, tables: Sequence[Sequence[Sequence[str]]], re
 
 
 def in_notebook(source: str, texts: Sequence[str]) -> str:
-    """A page as a piece of a notebook: in a frame of its own, so that neither's style or script reaches the other.
+    """A page as a piece of a notebook, in its own frame, so that style and scripts stay separate.
 
     Args:
         source: The page.
-        texts: What it shows, for its height: each takes a line or more.
+        texts: The texts it shows, to estimate its height: each takes a line or more.
     """
     lines = sum(1 + len(line) // 90 for text in texts for line in text.split("\n"))
     height = min(240 + 24 * lines, 640)

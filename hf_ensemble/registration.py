@@ -1,4 +1,4 @@
-"""The model type of ensembles, known to the `Auto` classes from the import of the package on."""
+"""Registers the model type of ensembles with the `Auto` classes when the package is imported."""
 
 import importlib
 from typing import Any
@@ -12,7 +12,7 @@ from .config import EnsembleConfig
 
 
 class _Deferred:
-    """Stands for `EnsembleForCausalLM` until something of it is asked for, since what it imports takes a second."""
+    """Stands for `EnsembleForCausalLM` until it is used, because its imports take a second."""
 
     config_class = EnsembleConfig
 

@@ -1,4 +1,4 @@
-"""Work that goes on where it was stopped: finished parts, one JSON line each, in a file that knows what they are of."""
+"""Resumable work: finished parts, one JSON line each, in a file that identifies the work."""
 
 import hashlib
 import json
@@ -16,16 +16,16 @@ _Part = TypeVar("_Part")
 class StateFile:
     """A file of finished parts of one piece of work.
 
-    A line is added in one go when a part is finished, and what a process that was killed left of one is cut off when the
-    file is read, so that the file always holds whole parts.
+    A line is added in one go when a part is finished. If a killed process left an incomplete line, it is cut off on
+    reading, so the file always holds complete parts.
 
     Args:
-        path: The file; made with the first part.
-        settings: What all parts depend on, as JSON values by name. Parts of other settings are refused.
-        work: What the work is called in errors.
+        path: The file; created with the first part.
+        settings: What all parts depend on, as JSON values by name. Parts with other settings are refused.
+        work: The name of the work in errors.
 
     Raises:
-        ConfigurationError: If the file cannot be written, or settings have no JSON.
+        ConfigurationError: If the file cannot be written, or settings cannot be written as JSON.
     """
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any], work: str = "search"):
@@ -49,10 +49,10 @@ class StateFile:
         """Return the finished parts in the order in which they were added.
 
         Args:
-            parse: Makes of a line's JSON what is wanted; raises ValueError, KeyError or TypeError if it is damaged.
+            parse: Converts a line's JSON; raises ValueError, KeyError or TypeError if it is damaged.
 
         Raises:
-            ConfigurationError: If the file is of something else, or of other settings.
+            ConfigurationError: If the file belongs to something else, or has other settings.
         """
         if not self.path.exists():
             return []
@@ -96,13 +96,13 @@ def hash_of(value: Any) -> str:
     """Return a short hash of a JSON value.
 
     Raises:
-        TypeError: If the value has no JSON.
+        TypeError: If the value cannot be written as JSON.
     """
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def can_be_found_again(method: MethodConfig) -> bool:
-    """Whether a method's options say all that they are, so that what is kept of one is found again by them."""
+    """Whether a method's options identify it completely, so that its results can be found again by them."""
     try:
         method.check_saveable(is_for_hub=False)
     except ConfigurationError:
@@ -111,7 +111,7 @@ def can_be_found_again(method: MethodConfig) -> bool:
 
 
 def describe_method(method: MethodConfig) -> dict[str, Any]:
-    """A method's name and options, and what tells when a folder of a judge or fuser has changed."""
+    """Return a method's name and options, and a value that changes with a judge's or fuser's folder."""
     files = {
         path: [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(Path(path).iterdir())]
         for path in method.models
@@ -121,7 +121,7 @@ def describe_method(method: MethodConfig) -> dict[str, Any]:
 
 
 def describe_generation_config(model: Any) -> dict[str, Any]:
-    """The settings of a model's generation config, without the version that wrote them."""
+    """Return the settings of a model's generation config, without the version that wrote them."""
     config = getattr(model, "generation_config", None)
     settings: dict[str, Any] = {} if config is None else config.to_dict()
     settings.pop("transformers_version", None)

@@ -8,20 +8,20 @@ from .optional_packages import not_installed
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Write rows of cells, the header first, as lines whose columns stand below one another."""
+    """Format rows of cells, the header first, as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
 def data_frame(asked: str, lines: Iterable[Sequence[Any]], columns: Sequence[str], types: Mapping[str, str]) -> Any:
-    """Make a `pandas.DataFrame`.
+    """Return a `pandas.DataFrame`.
 
     Args:
-        asked: Name of the method that a user called for it.
-        lines: Its lines, each with a value for every column.
+        asked: Name of the method that the user called.
+        lines: Its rows, each with a value for every column.
         columns: Names of the columns.
-        types: The types of those that could be mistaken where values are missing.
+        types: The types of columns that could be mistaken if values are missing.
 
     Raises:
         ConfigurationError: If pandas is not installed.
@@ -34,14 +34,14 @@ def data_frame(asked: str, lines: Iterable[Sequence[Any]], columns: Sequence[str
 
 
 def shown_size(num_bytes: int | None) -> str:
-    """A size in memory, with its unit; None is one that is not known."""
+    """Return a size in memory, with its unit; None means unknown."""
     if num_bytes is None:
         return "not known"
     return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
 
 
 def spelled(method: Any) -> str:
-    """A method as the command line takes it: its name, and the options that are not the defaults.
+    """Return a method in the form of the command line: its name, and the options that differ from the defaults.
 
     Args:
         method: Its configuration.
@@ -57,7 +57,7 @@ def spelled(method: Any) -> str:
 
 
 def spelled_value(value: Any) -> str:
-    """An option's value as the command line takes it."""
+    """Return an option's value in the form of the command line."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

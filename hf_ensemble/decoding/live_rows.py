@@ -25,7 +25,7 @@ class LiveRows:
     needed. If only some rows need it, the others are carried along in its batch.
 
     Args:
-        call: What the call works with.
+        call: The call.
         method: The method, made for its members.
         prompt_ids: The primary's prompt ids, of shape `(batch_size, prompt_length)`.
         prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
@@ -122,7 +122,7 @@ class LiveRows:
         ]
 
     def read(self, needed: Tensor) -> list[Tensor | None]:
-        """Run the members that are needed and have not been read at this step; returns all rows, including ended ones."""
+        """Run the needed members that have not been read at this step; returns all rows, including ended ones."""
         is_needed = needed.T.tolist()
         self.read_prompts({index for index in self.states if not any(is_needed[index])})
         places_of = {

@@ -1,4 +1,4 @@
-"""Evaluating an ensemble and its members: what they write and how likely they find it, on files of JSON lines."""
+"""Evaluates an ensemble and its members on files of JSON lines, by what they write and by likelihoods."""
 
 from .estimates import Estimate
 from .marking import Result

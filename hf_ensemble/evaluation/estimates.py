@@ -1,4 +1,4 @@
-"""Values with 95 % confidence intervals: of shares, of ratios and means, and of what is computed from sums."""
+"""Values with 95 % confidence intervals: shares, ratios, means, and scores computed from sums."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,14 +7,14 @@ from typing import NamedTuple
 import numpy as np
 
 Z = 1.959963984540054
-"""Of the normal distribution, 2.5 % are above this."""
+"""The quantile of the normal distribution with 2.5 % above it."""
 
 NUM_DRAWS = 1000
-"""Samples that a bootstrap draws."""
+"""Number of samples that a bootstrap draws."""
 
 
 class Estimate(NamedTuple):
-    """A value, and the ends of its 95 % confidence interval; NaN where there is none."""
+    """A value, and the ends of its 95 % confidence interval; NaN for no value or interval."""
 
     value: float
     low: float
@@ -22,7 +22,7 @@ class Estimate(NamedTuple):
 
 
 NO_ESTIMATE = Estimate(math.nan, math.nan, math.nan)
-"""Of nothing."""
+"""The estimate of nothing."""
 
 
 def share(num_right: int, count: int) -> Estimate:
@@ -38,7 +38,7 @@ def share(num_right: int, count: int) -> Estimate:
     p, shrink = num_right / count, 1 + Z**2 / count
     middle = (p + Z**2 / (2 * count)) / shrink
     half = Z / shrink * math.sqrt(p * (1 - p) / count + Z**2 / (4 * count**2))
-    # At 0 and at 1 the interval ends in the share itself, but for rounding.
+    # At 0 and at 1, the interval ends at the share itself, up to rounding.
     return Estimate(p, max(0.0, min(p, middle - half)), min(1.0, max(p, middle + half)))
 
 
@@ -48,13 +48,14 @@ def ratio(
     """Estimate the sum of values over the sum of sizes, as bits over bytes, with the normal interval.
 
     The error is that of the linearised ratio over examples. Differences of paired values over the same sizes are
-    differences of their ratios, so this also compares. One example has no interval, and infinite values have none.
+    differences of their ratios, so this also compares systems. One example has no interval, and neither have infinite
+    values.
 
     Args:
-        values: One an example; may be infinite.
-        sizes: One an example, positive.
-        least: Least value that such a ratio can have: no interval goes below.
-        most: Greatest value that it can have: none goes above.
+        values: One per example; may be infinite.
+        sizes: One per example, positive.
+        least: Smallest possible value of such a ratio; no interval goes below it.
+        most: Largest possible value; no interval goes above it.
     """
     n, total = len(values), math.fsum(sizes)
     if not all(map(math.isfinite, values)):
@@ -68,14 +69,14 @@ def ratio(
 
 
 def bootstrap(score: Callable[[list[int]], float], *systems: Sequence[Sequence[int]]) -> Estimate:
-    """Estimate what a score of summed statistics is, or by how much that of two systems differs, on the same examples.
+    """Estimate a score of summed statistics, or the difference between two systems on the same examples.
 
-    The interval is that of the percentiles of a bootstrap over examples, whose statistics are added up anew for each
-    sample. Samples of as many examples are the same ones every time. One example has no interval.
+    The interval has the percentiles of a bootstrap over examples, whose statistics are summed again for each sample.
+    For the same number of examples, the samples are always the same. One example has no interval.
 
     Args:
-        score: Of statistics that are summed over examples.
-        *systems: For one system, or two, of which the second's score is taken off, the statistics of each example.
+        score: Computes the score from statistics summed over examples.
+        *systems: The statistics of each example, for one system, or for two to subtract the second's score.
 
     Reference:
         Koehn, "Statistical Significance Tests for Machine Translation Evaluation", 2004.

@@ -1,4 +1,4 @@
-"""What the outcomes of examples are worth: values with intervals, and how they differ from the best member's."""
+"""Turns outcomes of examples into values with intervals and differences to the best member."""
 
 import math
 from collections import defaultdict
@@ -13,15 +13,15 @@ from .sets import EvaluationSet
 
 
 class Outcomes(NamedTuple):
-    """What a system wrote, or which log-probabilities it gave, on a set.
+    """What a system wrote, or the log-probabilities it gave, on a set.
 
     Attributes:
-        system: Name of the member or configuration whose they are.
+        system: Name of the member or configuration.
         is_member: Whether it is a member alone.
         evaluation_set: The set.
         work: `"write"` or `"score"`.
-        ran: By its place in the set, for each example that ran a response, or the natural log-probability of each
-            continuation, with the seconds it took.
+        ran: For each example that ran, by its index in the set: the response, or the natural log-probability of each
+            continuation, and the seconds it took.
     """
 
     system: str
@@ -44,11 +44,11 @@ class Result:
         count: Number of examples that ran.
         num_examples: Number of examples in the set.
         estimate: The value with its interval.
-        difference: The value less the best member's over the examples that both have, with its interval; None for that
-            member itself, and where no member ran.
-        num_without: Examples that the system gives no probability at all: choices of which none has any, right answers or
-            texts that have none.
-        seconds: How long the examples took; measures of one set that come from one run share them.
+        difference: The value minus the best member's over the examples that both ran on, with its interval; None for
+            that member itself, and if no member ran.
+        num_without: Number of examples to which the system gives no probability at all: no choice has any, or the
+            right answer or the text has none.
+        seconds: How long the examples took; measures of a set that come from the same run share them.
     """
 
     system: str
@@ -68,7 +68,7 @@ class Marks:
 
     Args:
         measure: The measure.
-        outcomes: What each system came to.
+        outcomes: The outcomes of each system.
     """
 
     def __init__(self, measure: Measure, outcomes: Sequence[Outcomes]):
@@ -76,14 +76,14 @@ class Marks:
         self.evaluation_set = outcomes[0].evaluation_set
         self._outcomes = {own.system: own for own in outcomes}
         items = self.evaluation_set.items
-        # What is kept of each example that ran, by its place in the set.
+        # The kept data of each example that ran, by its index in the set.
         self._kept = {
             own.system: {n: measure.read(self.evaluation_set, items[n], found) for n, (found, _) in own.ran.items()}
             for own in outcomes
         }
 
     def values(self, system: str) -> dict[int, float]:
-        """What each example that ran is worth by itself, by its place in the set.
+        """Return the value of each example that ran, by its index in the set.
 
         Raises:
             ConfigurationError: If there is no such system.
@@ -91,7 +91,7 @@ class Marks:
         return {n: self.measure.value(kept) for n, kept in self._of(system).items()}
 
     def compare(self, system: str, other: str) -> Estimate:
-        """What a system is worth less what another is, over the examples that both ran; NaN if there is none.
+        """Return a system's value minus another's, over the examples that both ran; NaN without such examples.
 
         Raises:
             ConfigurationError: If there is no such system.
@@ -133,14 +133,14 @@ class Marks:
 
 
 def mark(outcomes: Sequence[Outcomes], measures: Sequence[Measure]) -> dict[tuple[str, str], Marks]:
-    """Mark what was written and scored.
+    """Mark responses and scores.
 
     Args:
         outcomes: Outcomes of several systems on several sets.
-        measures: Which measures are wanted.
+        measures: The measures to compute.
 
     Returns:
-        The marks by the names of set and measure.
+        The marks, by the names of set and measure.
     """
     groups: dict[tuple[str, Measure], list[Outcomes]] = defaultdict(list)
     for own in outcomes:

@@ -1,4 +1,4 @@
-"""The measures: which sets each is for, and what an example, or all of them, are worth."""
+"""The measures: the sets each applies to, and how it values one example or all of them."""
 
 import functools
 import math
@@ -15,16 +15,16 @@ Work = Literal["write", "score"]
 
 
 class Measure(ABC):
-    """One measure. An example is kept as what its worth is computed from, so that no text is read twice.
+    """One measure. It keeps of each example only the data for its value, so that no text is read twice.
 
     Attributes:
-        name: What tables call it.
-        work: What it takes of a system: to `"write"` responses, or to `"score"` continuations.
-        kinds: The kinds of sets that it is for.
+        name: Its name in tables.
+        work: What a system has to do: `"write"` responses, or `"score"` continuations.
+        kinds: The kinds of sets it applies to.
         sign: 1 if more is better, -1 if less is.
-        factor: By which tables multiply it.
+        factor: Factor for tables.
         digits: Digits after the point in tables.
-        unit: What tables write after its name.
+        unit: Unit after its name in tables.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Measure(ABC):
     unit: str = ", %"
 
     def is_for(self, evaluation_set: EvaluationSet) -> bool:
-        """Whether a set can be measured so."""
+        """Whether it applies to a set."""
         return evaluation_set.kind in self.kinds
 
     @abstractmethod
@@ -50,16 +50,16 @@ class Measure(ABC):
         """
 
     def value(self, kept: Any) -> float:
-        """What an example by itself is worth."""
+        """The value of a single example."""
         return float(kept)
 
     @abstractmethod
     def estimate(self, kept: Sequence[Any]) -> Estimate:
-        """What examples, at least one, are worth together."""
+        """The value of one or more examples together."""
 
     @abstractmethod
     def difference(self, kept: Sequence[Any], others: Sequence[Any]) -> Estimate:
-        """What one system is worth less what another is, on the same examples in the same order."""
+        """One system's value minus another's, on the same examples in the same order."""
 
     def lacks(self, item: Item, found: Any) -> bool:
         """Whether a system gives an example no probability at all."""
@@ -77,7 +77,7 @@ class _Mean(Measure):
 
 
 class _Share(_Mean):
-    """A share: the mean of values that are 0 or 1."""
+    """A share: the mean of values 0 or 1."""
 
     def estimate(self, kept: Sequence[float]) -> Estimate:
         return share(int(sum(kept)), len(kept))
@@ -108,7 +108,7 @@ class _Accuracy(_Share):
         return float(not self.lacks(item, found) and scores.index(max(scores)) == item.right)
 
     def scores(self, item: Item, found: list[float]) -> list[float]:
-        """By which the likeliest choice is found."""
+        """The numbers by which the likeliest choice is found."""
         return found
 
     def lacks(self, item: Item, found: Any) -> bool:
@@ -147,7 +147,7 @@ class _BitsPerByte(Measure):
 
 
 class _Corpus(Measure):
-    """A score of sums over the examples, each of which is kept as the counts that `sacrebleu` adds up; from 0 to 100."""
+    """A score from sums over the examples, kept as the counts that `sacrebleu` adds up; from 0 to 100."""
 
     work: Work = "write"
     kinds: tuple[Kind, ...] = ("questions",)
@@ -163,14 +163,14 @@ class _Corpus(Measure):
 
     @abstractmethod
     def metric(self, alone: bool = False) -> Any:
-        """What computes it, of the whole set or of an example alone."""
+        """The metric that computes it, for the whole set or for a single example."""
 
     def value(self, kept: list[int]) -> float:
         return self.score(kept, alone=True)
 
     def score(self, counts: list[int], alone: bool = False) -> float:
-        """Of counts, which may be summed."""
-        # Rounding may carry the exponential of a mean of logarithms a little above 100.
+        """The score of counts, which may be summed."""
+        # Rounding may move the exponential of a mean of logarithms slightly above 100.
         return min(100.0, float(self.metric(alone)._compute_score_from_stats(counts).score))
 
     def estimate(self, kept: Sequence[list[int]]) -> Estimate:
@@ -191,7 +191,7 @@ class _Bleu(_Corpus):
     name = "BLEU"
 
     def metric(self, alone: bool = False) -> Any:
-        # Of a short text alone only the orders that it has count, or nearly all would be 0.
+        # For a single short text, only the orders that it has count, or nearly all scores would be 0.
         return _metrics().bleu_alone if alone else _metrics().bleu
 
 
@@ -221,11 +221,11 @@ _ALL: tuple[Measure, ...] = (
 MEASURES = tuple(measure.name for measure in _ALL)
 
 DEFAULT_MEASURES = tuple(measure.name for measure in _ALL if not isinstance(measure, _Corpus))
-"""Those that need nothing which is not installed."""
+"""The measures that need no optional package."""
 
 
 def measure_of(name: str) -> Measure:
-    """The measure of a name."""
+    """Return the measure with a name."""
     return _ALL[MEASURES.index(name)]
 
 
@@ -233,7 +233,7 @@ def read_measures(names: Collection[str]) -> list[Measure]:
     """Return the measures of some names, in the order of tables.
 
     Raises:
-        ConfigurationError: If there is none, one is unknown, or one needs what is not installed.
+        ConfigurationError: If there is none, one is unknown, or one needs a package that is not installed.
     """
     if isinstance(names, str) or not names or not set(names) <= set(MEASURES):
         raise ConfigurationError(f"`measures` have to be of {', '.join(MEASURES)}, but are {names!r}.")
@@ -244,11 +244,11 @@ def read_measures(names: Collection[str]) -> list[Measure]:
 
 
 def works_for(evaluation_set: EvaluationSet, measures: Collection[Measure]) -> list[Work]:
-    """The kinds of work that a set takes for some measures.
+    """Return the kinds of work that a set needs for some measures.
 
     Args:
         evaluation_set: The set.
-        measures: Which are wanted.
+        measures: The measures.
     """
     found = {measure.work for measure in measures if measure.is_for(evaluation_set)}
     works: tuple[Work, ...] = ("write", "score")

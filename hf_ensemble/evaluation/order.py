@@ -1,4 +1,4 @@
-"""In which order examples run: the longest first, or, if time may not suffice, the same drawn ones for all systems."""
+"""The order in which examples run: the longest first, or, under a time limit, the same random one for all systems."""
 
 import itertools
 import time
@@ -11,22 +11,23 @@ from .measures import Work
 from .sets import EvaluationSet, Item
 
 _TURN = 4
-"""Batches that a system runs before it is another's turn, and whose examples are drawn together: what is made for a system,
-such as a method's tables, is not kept for all of them at once."""
+"""Number of batches in a system's turn, whose examples are drawn together. Turns exist because a system's data, such
+as a method's tables, is not kept for all systems at once.
+"""
 
 _FIRST = 8
-"""By this the first batch is smaller than a full one. It shows how long batches take."""
+"""The first batch is smaller than a full one by this factor. It shows how long batches take."""
 
 
 class Examples:
-    """What systems read of a set for one kind of work. Examples that are read alike run once.
+    """What systems read of a set for one kind of work. Examples with the same texts run once.
 
     Args:
         evaluation_set: The set.
         work: The work.
 
     Attributes:
-        keys: By its place in the set, the key of each example.
+        keys: The key of each example, by its index in the set.
         items: The examples by their keys.
     """
 
@@ -37,7 +38,7 @@ class Examples:
         self.items = dict(zip(self.keys, evaluation_set.items, strict=True))
 
     def longest_first(self, keys: Collection[str], size: int) -> Iterator[list[str]]:
-        """Yield batches of even lengths, such that memory that does not suffice is missed at once.
+        """Yield batches of similar lengths, the longest first, so that a lack of memory shows at once.
 
         Args:
             keys: Of the examples.
@@ -48,16 +49,16 @@ class Examples:
             yield ordered[start : start + size]
 
     def drawn(self, keys: Collection[str], size: int) -> Iterator[list[str]]:
-        """Yield batches of examples drawn at random, always in the same order, so that the first of them stand for all.
+        """Yield batches of examples in a fixed random order, so that the first ones represent all.
 
-        Some batches' worth is drawn at a time and sorted by length, and which of these batches is the first is random too.
-        The first batches are small ones.
+        Several batches are drawn at a time and sorted by length; the order of these batches is random too. The first
+        batches are small.
 
         Args:
             keys: Of the examples.
             size: Examples of a full batch.
         """
-        # What an example is says when it is drawn, whatever else is in the set.
+        # The example itself determines when it is drawn, whatever else is in the set.
         drawn_at = {key: hash_of(self.items[key]) for key in keys}
         ordered = sorted(keys, key=drawn_at.__getitem__)
         own = -(-size // _FIRST)
@@ -71,7 +72,7 @@ class Examples:
             own = min(2 * own, size)
 
     def _texts(self, item: Item) -> tuple[str, ...]:
-        """What is read of an example: its prompt, and the continuations that are scored."""
+        """The texts of an example: its prompt, and the continuations that are scored."""
         return (item.prompt, *(item.continuations if self.work == "score" else ()))
 
     def _length(self, key: str) -> int:
@@ -81,7 +82,7 @@ class Examples:
 
 
 class Task(Protocol):
-    """What one system has to do with examples.
+    """The work of one system on examples.
 
     Attributes:
         num_left: Number of examples that have not run.
@@ -96,24 +97,24 @@ class Task(Protocol):
         """The examples, which tasks may share."""
 
     def next_batch(self) -> Sequence[str]:
-        """The keys of the examples that it runs next; none if it is through."""
+        """The keys of the examples that it runs next; empty if it is done."""
 
 
 _Task = TypeVar("_Task", bound=Task)
 
 
 def one_by_one(tasks: Sequence[_Task]) -> Iterator[_Task]:
-    """Yield whichever task shall run a batch next: the first until it is through, then the next."""
+    """Yield the task to run a batch next: the first until it is done, then the next."""
     for task in tasks:
         while task.next_batch():
             yield task
 
 
 def in_turns(tasks: Sequence[_Task], time_limit: float) -> Iterator[_Task]:
-    """Yield whichever task shall run a batch next, until none would probably end in time.
+    """Yield the task to run a batch next, until no batch would probably finish in time.
 
-    Time is shared evenly between the examples that are not through, and of the tasks that share examples the one that has
-    most left goes first. So the tasks are about as far at any time.
+    Time is shared evenly between unfinished sets of examples. Among tasks that share examples, the one with most work
+    left goes first, so they advance together.
 
     Args:
         tasks: The tasks, which run the batch while the generator waits.
@@ -131,7 +132,7 @@ def in_turns(tasks: Sequence[_Task], time_limit: float) -> Iterator[_Task]:
             del groups[examples]
             continue
         task = max(group, key=lambda own: own.num_left)
-        # A turn is short while batches still grow, and when not all would come to a long one.
+        # A turn is short while batches still grow, and when not every task would get a long one.
         is_even = all(own.last and len(own.next_batch()) <= own.last[1] for own in group)
         share = (ends - time.perf_counter()) / len(groups)
         is_long = is_even and _TURN * sum(_seconds_of(own, tasks) for own in group) < share
@@ -147,7 +148,7 @@ def in_turns(tasks: Sequence[_Task], time_limit: float) -> Iterator[_Task]:
 
 
 def _seconds_of(task: Task, tasks: Sequence[Task]) -> float:
-    """How long a task's next batch will probably take: from its last, or the longest of others, best on its examples."""
+    """The probable time of a task's next batch: from its last one, or from the longest of other tasks."""
     own = [other.last for other in tasks if other.last and other.examples is task.examples]
     known = task.last or max(own or [other.last for other in tasks if other.last], default=(0.0, 1))
     return known[0] * max(1.0, len(task.next_batch()) / known[1])

@@ -1,4 +1,4 @@
-"""What an evaluation found, as a table, records or a plot."""
+"""The results of an evaluation, as a table, records or a plot."""
 
 import csv
 import io
@@ -39,13 +39,13 @@ def check_plot(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All results; `str()` gives the whole table, `to_markdown()` one with a row for each system.
+    """All results. `str()` returns the whole table, `to_markdown()` one with a row per system.
 
     Attributes:
         results: By set, measure and system.
         is_complete: Whether everything ran.
         seconds: Seconds of each system over everything.
-        unmeasured: Names of the sets that none of the measures is for.
+        unmeasured: Names of the sets to which none of the measures applies.
     """
 
     results: tuple[Result, ...]
@@ -59,15 +59,15 @@ class Evaluation:
     def from_outcomes(
         cls, outcomes: Sequence[Outcomes], measures: Collection[str], unmeasured: Sequence[str] = ()
     ) -> "Evaluation":
-        """Mark what was written and scored.
+        """Mark responses and scores.
 
         Args:
             outcomes: Outcomes of several systems on several sets.
-            measures: Which measures are wanted.
-            unmeasured: Names of sets that none of them is for.
+            measures: The measures to compute.
+            unmeasured: Names of sets to which none of them applies.
 
         Raises:
-            ConfigurationError: If there is no measure, one is unknown, or one needs what is not installed.
+            ConfigurationError: If there is no measure, one is unknown, or one needs a package that is not installed.
         """
         seconds: dict[str, float] = {}
         for own in outcomes:
@@ -78,17 +78,17 @@ class Evaluation:
         return cls(results, is_complete, seconds, tuple(unmeasured), tuple(outcomes), marks)
 
     def __getitem__(self, key: tuple[str, str, str]) -> Result:
-        """The result of a set, a measure and a system."""
+        """Return the result for a set, a measure and a system."""
         return {(result.set_name, result.measure, result.system): result for result in self.results}[key]
 
     # Examples
 
     def values(self, set_name: str, measure: str, system: str) -> dict[int, float]:
-        """What each example that ran is worth by itself, by its place in the set, from 0.
+        """Return the value of each example that ran, by its index in the set, from 0.
 
-        Exact match and the accuracies are 0 or 1, F1 lies between. Bits per byte, chrF and BLEU are those of the example
-        alone: of the set they are computed from sums over its examples, not as a mean. BLEU of an example counts only the
-        lengths of word sequences that it has (`effective_order`).
+        Exact match and the accuracies are 0 or 1; F1 is between. Bits per byte, chrF and BLEU are those of the single
+        example; for a set, they are computed from sums over its examples, not as a mean. The BLEU of an example uses
+        only the lengths of word sequences that it has (`effective_order`).
 
         Args:
             set_name: Name of the set.
@@ -101,16 +101,16 @@ class Evaluation:
         return self._marks_of(set_name, measure).values(system)
 
     def compare(self, set_name: str, measure: str, system: str, other: str) -> Estimate:
-        """The value of a system less that of another, over the examples that both ran, with the interval of pairs.
+        """Return a system's value minus another's, over the examples that both ran, with a paired interval.
 
         Args:
             set_name: Name of the set.
             measure: Name of the measure.
             system: Name of a member or configuration.
-            other: Name of the one whose value is taken off.
+            other: Name of the one whose value is subtracted.
 
         Returns:
-            The difference; NaN if there is no example that both ran.
+            The difference; NaN if no example ran on both.
 
         Raises:
             ConfigurationError: If there is no such set, measure or system.
@@ -125,7 +125,7 @@ class Evaluation:
 
     @property
     def responses(self) -> dict[tuple[str, str], list[str | None]]:
-        """What was written: by the names of set and system, for each example its text, None where it did not run."""
+        """The responses, by the names of set and system: a text per example, or None if it did not run."""
         return {
             (own.evaluation_set.name, own.system): _by_place(own, lambda response: response)
             for own in self._outcomes
@@ -134,7 +134,7 @@ class Evaluation:
 
     @property
     def choices(self) -> dict[tuple[str, str], list[int | None]]:
-        """What was chosen: by the names of set and system, for each example of choices the place of the likeliest one."""
+        """The choices, by the names of set and system: for each example, the index of the likeliest choice."""
         return {
             (own.evaluation_set.name, own.system): _by_place(own, lambda log_probs: log_probs.index(max(log_probs)))
             for own in self._outcomes
@@ -142,10 +142,10 @@ class Evaluation:
         }
 
     def write_responses(self, path: str | PathLike[str]) -> None:
-        """Write what was written as JSON lines, one for each example that ran and system.
+        """Write the responses as JSON lines, one per example and system.
 
-        A line has `set`, `place` (from 0), `prompt`, `accepted`, `system`, `response`, and under `values` what the example
-        is worth at each measure of responses (`values`).
+        A line has `set`, `place` (from 0), `prompt`, `accepted`, `system`, `response`, and in `values` the example's
+        value for each measure of responses.
 
         Args:
             path: File to write, ending in `.jsonl`.
@@ -167,7 +167,7 @@ class Evaluation:
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def _records_of(self, own: Outcomes) -> Iterator[dict[str, Any]]:
-        """What a system wrote on a set, as it is written to a file."""
+        """A system's responses on a set, as records for a file."""
         name = own.evaluation_set.name
         marks = [one for (set_name, _), one in self._marks.items() if set_name == name]
         values = {one.measure.name: one.values(own.system) for one in marks if one.measure.work == "write"}
@@ -186,7 +186,7 @@ class Evaluation:
     # Tables and plots
 
     def __str__(self) -> str:
-        """One line a result."""
+        """One line per result."""
         return "\n".join([aligned(self._rows()), *self._remarks()])
 
     def _repr_html_(self) -> str:
@@ -210,9 +210,9 @@ class Evaluation:
         return rows
 
     def to_markdown(self) -> str:
-        """A table with a row for each system and a column for each measure of each set.
+        """Return a table with a row per system and a column per measure of each set.
 
-        A star marks values whose difference to the best member has an interval without 0.
+        A star marks values whose difference to the best member has an interval that excludes 0.
         """
         columns, systems = self._columns_and_systems()
         cells = {(result.set_name, result.measure, result.system): _cell(result) for result in self.results}
@@ -235,7 +235,7 @@ class Evaluation:
         ]
 
     def to_records(self) -> list[dict[str, Any]]:
-        """The results as dictionaries of plain values, intervals as `low` and `high`."""
+        """Return the results as dictionaries of plain values, with intervals as `low` and `high`."""
         return [_record(result) for result in self.results]
 
     def write_table(self, path: str | PathLike[str]) -> None:
@@ -263,7 +263,7 @@ class Evaluation:
         """Draw a panel for each measure of each set, with a line and an interval for each system.
 
         Args:
-            path: File to write; the ending (`.svg`, `.png`, `.pdf`) says what kind.
+            path: File to write, ending in `.svg`, `.png` or `.pdf`.
 
         Raises:
             ConfigurationError: If `matplotlib` is not installed, or the file has another ending.
@@ -291,7 +291,7 @@ class Evaluation:
 
 
 def _by_place(own: Outcomes, read: Callable[[Any], Any]) -> list[Any]:
-    """What is read of each example's outcome, in the order of the set; None where it did not run."""
+    """A value from each example's outcome, in the order of the set; None if it did not run."""
     return [read(own.ran[n][0]) if n in own.ran else None for n in range(len(own.evaluation_set.items))]
 
 
@@ -313,11 +313,11 @@ def _record(result: Result) -> dict[str, Any]:
 
 
 def written(measure: str, estimate: Estimate | None, signed: bool = False) -> tuple[str, str]:
-    """Write a value and its interval as tables do.
+    """Format a value and its interval as in tables.
 
     Args:
         measure: Name of the measure.
-        estimate: The estimate; None is written as nothing.
+        estimate: The estimate; None gives an empty text.
         signed: Whether it is a difference, with a sign.
     """
     if estimate is None:

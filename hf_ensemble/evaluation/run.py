@@ -1,4 +1,4 @@
-"""Running an ensemble and its members over evaluation sets, so that the work can be stopped and go on."""
+"""Runs an ensemble and its members over evaluation sets, so that the work can be stopped and continued."""
 
 import time
 from collections import defaultdict
@@ -26,11 +26,11 @@ from .results import Evaluation
 from .sets import EvaluationSet, Item
 
 _SEED = 0
-"""From which samples follow, so that they depend on the example alone: neither on batches nor on what ran before."""
+"""Seed of samples, which depend on the example alone: neither on batches nor on earlier runs."""
 
 
 class Configuration(NamedTuple):
-    """How an ensemble decodes in one row of the table; None: as the ensemble says."""
+    """How an ensemble decodes in one row of the table. None: the ensemble's own setting."""
 
     method: str | MethodConfig | None = None
     weights: Sequence[float] | None = None
@@ -40,8 +40,8 @@ class _Runner(NamedTuple):
     """A member or a configuration.
 
     Attributes:
-        name: What the table calls it.
-        member: Number of the member; None for a configuration.
+        name: Its name in the table.
+        member: Index of the member; None for a configuration.
         model: The ensemble, or the member as an ensemble of one.
         method: Its method.
         weights: Its mixing weights.
@@ -58,13 +58,13 @@ class _Job:
     """One kind of work on one set, by a member or a configuration.
 
     Args:
-        runner: Who does it.
-        examples: What is read of the set.
-        max_new_tokens: Most ids of an answer.
-        kept: What there is of earlier runs, and where outcomes go.
+        runner: The member or configuration.
+        examples: The set's examples for this work.
+        max_new_tokens: Largest number of ids of an answer.
+        kept: Outcomes of earlier runs, and the place for new ones.
 
     Attributes:
-        known: What examples came to, by their keys.
+        known: The outcomes of examples, by their keys.
         num_left: Number of examples that have not run.
         last: Seconds and examples of the last batch; None before the first.
     """
@@ -85,7 +85,7 @@ class _Job:
         self._batch: list[str] = []
 
     def check(self) -> None:
-        """Refuse what the method cannot do, before anybody runs.
+        """Refuse what the method cannot do, before any system runs.
 
         Raises:
             ConfigurationError: If so.
@@ -111,7 +111,7 @@ class _Job:
 
     def next_batch(self) -> list[str]:
         """The keys of the examples that run next; none if all have."""
-        # Others that find the same may have run some of them.
+        # Jobs with the same outcomes may have run some of them.
         found = [key for key in self._batch if key not in self.known]
         self.num_left -= len(self._batch) - len(found)
         while not found:
@@ -124,7 +124,7 @@ class _Job:
         return found
 
     def run(self) -> None:
-        """Run the next batch, and keep what it comes to."""
+        """Run the next batch, and keep its outcomes."""
         keys = self.next_batch()
         began = time.perf_counter()
         outcomes = self._outcomes([self.examples.items[key] for key in keys])
@@ -135,13 +135,13 @@ class _Job:
         self._batch = []
 
     def result(self) -> Outcomes:
-        """What there is of all examples."""
+        """The outcomes of all examples so far."""
         ran = {n: self.known[key] for n, key in enumerate(self.examples.keys) if key in self.known}
         runner, examples = self.runner, self.examples
         return Outcomes(runner.name, runner.member is not None, examples.evaluation_set, examples.work, ran)
 
     def _labelled(self) -> dict[str, Any]:
-        """What the outcome of an example depends on, beside the example and the members."""
+        """What the outcome of an example depends on, besides the example and the members."""
         method, work = self.runner.method, self.examples.work
         if work == "score" and method.likelihoods_ignore_options:
             method = type(method)()
@@ -184,48 +184,50 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate an ensemble and each of its members on sets of examples.
 
-    - *Exact match* (questions): the share of questions whose answer, written greedily up to the end of its line, is an
-      accepted one once both are normalised (`normalize_answer`).
-    - *F1* (questions marked as texts): the mean of SQuAD's F1, over the words of that answer and of the nearest accepted
-      one, normalised alike (`EvaluationSet.f1`).
-    - *chrF* and *BLEU* (questions marked as texts; only if asked for): of the same answers as they are against all accepted
-      ones, over the whole set, from 0 to 100, by `sacrebleu` with its defaults (extra `translation`).
-    - *Accuracy* (choices): the share of questions whose likeliest choice is the right one, the text of every choice being
-      scored after the question; *normalized accuracy*: with its log-probability over its bytes. They are what
-      lm-evaluation-harness calls `acc` and `acc_norm` (which counts characters). Where no choice has any probability,
-      which happens to methods that truncate, the question counts as not answered, and not right.
-    - *Bits per byte* (all): bits of the first accepted answer, the right choice or the text after its prompt, over its
-      bytes, both summed over the set. Infinite where one has no probability; the table says how many.
+    - *Exact match* (questions): the share of questions whose answer, written greedily up to the end of its line,
+      equals an accepted one after normalisation (`normalize_answer`).
+    - *F1* (questions marked as texts): the mean of SQuAD's F1 between the words of that answer and the closest
+      accepted one, after the same normalisation (`EvaluationSet.f1`).
+    - *chrF* and *BLEU* (questions marked as texts; only on request): the same answers, unchanged, against all accepted
+      ones, over the whole set, from 0 to 100, by `sacrebleu` with its defaults.
+    - *Accuracy* (choices): the share of questions whose likeliest choice is the right one; the text of every choice is
+      scored after the question. *Normalized accuracy* divides the log-probability by the bytes. They correspond to
+      `acc` and `acc_norm` of lm-evaluation-harness, but `acc_norm` counts characters. If no choice has any
+      probability, which happens with methods that truncate, the question counts as wrong.
+    - *Bits per byte* (all): the bits of the first accepted answer, the right choice or the text after its prompt,
+      divided by its bytes, both summed over the set. Infinite if one of them has no probability; the table says how
+      many.
 
-    Methods that choose among whole answers write, and have no likelihoods to be measured but by `RerankConfig`'s own; where
-    they sample, an example's samples are the same in every run.
+    Methods that choose among whole answers are measured by what they write; only `RerankConfig` by likelihood also has
+    likelihoods. If they sample, an example's samples are the same in every run.
 
-    Intervals are for 95 %: Wilson's for shares, the normal one for F1 and for the ratio of bits to bytes, and for chrF and
-    BLEU that of a bootstrap over examples. Everybody is compared with the member that is best at the measure on the same
-    examples, by the paired differences. That member is chosen on these very examples, which favours it a little.
+    Intervals are 95 % intervals: Wilson's for shares, normal ones for F1 and for the ratio of bits to bytes, and
+    bootstrap intervals over examples for chrF and BLEU. Every system is compared with the member that is best at the
+    measure on the same examples, by paired differences. That member is chosen on these very examples, which favours it
+    a little.
 
     Args:
         ensemble: The ensemble; not changed.
-        sets: One set or more, with different names (`read_set`).
-        configurations: Methods and weights to evaluate, by the names that the table shows. Default: the ensemble as it
-            is, named after its method.
-        members: Whether to run the members alone too. A member is run by itself, with its own generation config.
-        measures: Which measures; what is not needed for them does not run. Default: all but chrF and BLEU.
-        max_new_tokens: Most ids of a written answer.
+        sets: One or more sets with different names (`read_set`).
+        configurations: Methods and weights to evaluate, by the names that the table shows. Default: the ensemble's
+            own, named after its method.
+        members: Whether to run the members alone too. Each runs by itself, with its own generation config.
+        measures: The measures; work that none of them needs does not run. Default: all except chrF and BLEU.
+        max_new_tokens: Largest number of ids of a written answer.
         batch_size: Number of texts that run together.
-        state_file: Where outcomes are kept after every batch, so that work which was stopped goes on. Configurations, sets,
-            examples and measures may change between runs; with other members or generation configs it is refused.
-        time_limit: Seconds after which no batch is started that would probably not end in time. The result is then of
-            what there is, and `is_complete` is false. So that it stands for the whole sets, examples are drawn at random, in
-            an order that is the same for all systems and in all runs; the time is shared evenly between sets, and the
-            systems take turns. Without a limit the longest examples come first, and one system after the other.
+        state_file: File for the outcomes of every batch, so that stopped work can continue. Configurations, sets,
+            examples and measures may change between runs; other members or generation configs are refused.
+        time_limit: Time limit in seconds: no batch starts that would probably not finish in time. The result then
+            covers what has run, and `is_complete` is false. To represent the whole sets, examples run in a random
+            order that is the same for all systems and runs, time is shared evenly between sets, and the systems take
+            turns. Without a limit, the longest examples run first, one system after the other.
 
     Returns:
-        The table, with intervals and comparisons, and all that was written.
+        The table, with intervals and comparisons, and all responses.
 
     Raises:
-        ConfigurationError: Before anything runs, if an argument is no good, a measure needs what is not installed, or the
-            state file is of something else.
+        ConfigurationError: Before anything runs, if an argument is invalid, a measure needs a package that is not
+            installed, or the state file belongs to something else.
         MemberError: If a member fails.
     """
     sets = [sets] if isinstance(sets, EvaluationSet) else list(sets)
@@ -240,7 +242,7 @@ def evaluate(
     runners = _runners(ensemble, configurations, members)
     if state_file is not None:
         for runner in runners:
-            # Or what is kept of one function would be taken for another's.
+            # Otherwise, the outcomes of one function would be taken for another's.
             runner.method.check_saveable(is_for_hub=False)
     kept = _Kept(ensemble, state_file)
     shared = [Examples(evaluation_set, work) for evaluation_set in sets for work in works_for(evaluation_set, wanted)]
@@ -308,7 +310,7 @@ class _Kept:
 def _runners(
     ensemble: EnsembleForCausalLM, configurations: Mapping[str, Configuration] | None, members: bool
 ) -> list[_Runner]:
-    """The members alone, if they are asked for, and the configurations."""
+    """The single members, if requested, and the configurations."""
     views = ensemble.member_views
     runners = [
         _Runner(view.name, index, ensemble.alone(index), method_config("gac"), [1.0])

@@ -1,4 +1,4 @@
-"""Evaluation sets: what is asked, what is right, and how an answer is marked."""
+"""Evaluation sets: questions, right answers, and how answers are marked."""
 
 import os
 import re
@@ -21,7 +21,7 @@ Marking = Literal["text", "number"]
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}‘’´]")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 NUMBER = r"[-−]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-"""Regular expression of a number, of which an answer's last one counts where sets are marked by numbers."""
+"""Regular expression of a number; in sets marked by numbers, an answer's last number counts."""
 _NUMBER = re.compile(NUMBER)
 
 
@@ -30,9 +30,9 @@ class Item(NamedTuple):
 
     Attributes:
         prompt: What the model reads.
-        continuations: What is scored: the first accepted answer, every choice, or the text.
-        right: Place of the right one among the continuations.
-        accepted: Accepted answers to a question; none in other kinds of sets.
+        continuations: The texts to score: the first accepted answer, every choice, or the text.
+        right: Index of the right continuation.
+        accepted: Accepted answers to a question; empty in other kinds of sets.
         lengths: Bytes of each choice, by which its log-probability is divided for the normalised accuracy.
     """
 
@@ -53,7 +53,7 @@ class EvaluationSet:
     """Examples of one kind.
 
     Attributes:
-        name: What tables call it.
+        name: Its name in tables.
         kind: `"questions"`, `"choices"` or `"texts"`.
         items: The examples.
         marking: How a written answer is compared with the accepted ones: as a `"text"`, normalised, up to the end of its
@@ -67,11 +67,11 @@ class EvaluationSet:
 
     @property
     def stop_strings(self) -> list[str]:
-        """Where a written answer ends."""
+        """Texts that end a written answer."""
         return ["\n"] if self.marking == "text" else ["\n\n", "Question:"]
 
     def answer(self, response: str) -> str:
-        """The part of a response that answers: up to where a written answer ends.
+        """Return the part of a response that is the answer, up to its end.
 
         Args:
             response: What was written after the prompt.
@@ -81,7 +81,7 @@ class EvaluationSet:
         return response
 
     def compared(self, response: str) -> str:
-        """What of a response is compared with others: its answer normalised, as it is if nothing is left, or its number.
+        """Return what to compare with others: the normalised answer (unchanged if that is empty), or the number.
 
         Args:
             response: What was written after the prompt.
@@ -99,16 +99,16 @@ class EvaluationSet:
         return own != "" and own in map(self._plain, item.accepted)
 
     def _plain(self, answer: str) -> str:
-        """An answer's last number, or its words; where only signs and articles are there, these (TriviaQA accepts "+-*/")."""
+        """An answer's last number, or its words; if it has only signs and articles, these (TriviaQA accepts "+-*/")."""
         if self.marking == "number":
             found = _NUMBER.findall(answer)
             return str(_number(found[-1])) if found else ""
         return normalize_answer(answer) or answer.strip().lower()
 
     def f1(self, response: str, item: Item) -> float:
-        """SQuAD's F1: how far the words of a response are those of the accepted answer that is nearest, from 0 to 1.
+        """Return SQuAD's F1, from 0 to 1: the overlap in words of a response with the closest accepted answer.
 
-        Both are normalised, as for `is_right`; a response that is right has 1.
+        Both are normalised as in `is_right`; a right response has 1.
 
         Args:
             response: What was written after the prompt.
@@ -132,7 +132,7 @@ class EvaluationSet:
 
 
 def normalize_answer(answer: str) -> str:
-    """Lower-case an answer, and make single spaces of its punctuation, articles and white space.
+    """Lower-case an answer, and replace punctuation, articles and white space by single spaces.
 
     The rules are those of TriviaQA's evaluation; underscores are punctuation.
     """
@@ -160,26 +160,26 @@ def read_set(
 ) -> EvaluationSet:
     """Read a set from a file of JSON lines, or from dictionaries.
 
-    All examples of a set have the same form, which says what kind it is:
+    All examples of a set have the same form, which determines its kind:
 
-    - `question` and `answer` (a text, or a list of accepted ones, of which the first is scored): *questions*. The prompt
-      is "Question: …" and the cue; the answer follows after a space, or directly if the prompt ends in white space.
-    - `question`, the choices under the letters `A`, `B`, …, and in `answer` the right letter: *choices*, asked alike. An
-      empty choice is none, as in files whose questions have unlike numbers of them.
-    - `prompt` and `reference` (or `answers`): *questions* whose prompts stand as they are.
+    - `question` and `answer` (a text, or a list of accepted ones; the first is scored): *questions*. The prompt is
+      "Question: …" and the cue; the answer follows after a space, or directly if the prompt ends in white space.
+    - `question`, the choices under the letters `A`, `B`, …, and in `answer` the right letter: *choices*, asked in the
+      same way. Empty choices are ignored, for files whose questions have different numbers of choices.
+    - `prompt` and `reference` (or `answers`): *questions* with complete prompts.
     - `text`: *texts*; `prompt`, if given, is what precedes it.
 
     Args:
         source: The file or the examples.
-        name: Name of the set. Default: that of the file, without its ending.
-        worked_examples: File of worked examples that are put before every prompt, with an empty line between.
-        cue: What stands between a question and its answer.
+        name: Name of the set. Default: the file's name without its ending.
+        worked_examples: File of worked examples to put before every prompt, followed by an empty line.
+        cue: The text between a question and its answer.
         marking: How written answers are compared with the accepted ones.
-        limit: Most examples; the first are taken. Default: all.
-        skip_damaged: Whether to leave out examples that have no known form, with a warning that says how many.
+        limit: Largest number of examples; the first ones are taken. Default: all.
+        skip_damaged: Whether to skip examples of unknown form, with a warning that says how many.
 
     Raises:
-        ConfigurationError: If the set is empty, or an example has no known form, or another one than the first.
+        ConfigurationError: If the set is empty, or an example has an unknown form, or another form than the first.
     """
     if marking not in ("text", "number"):
         raise ConfigurationError(f"`marking` has to be 'text' or 'number', but is {marking!r}.")

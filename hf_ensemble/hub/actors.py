@@ -1,4 +1,4 @@
-"""Members that run in Ray actors: which they are, and how they are loaded there."""
+"""Members that run in Ray actors: checks, and loading."""
 
 import dataclasses
 import functools
@@ -16,12 +16,12 @@ _PLACEMENTS = (None, "ray")
 
 
 def check_placement(items: Sequence[MemberConfig], placement: Any, is_saved: bool, allow_remote: bool) -> None:
-    """Take in where all members are to run, and refuse a saved ensemble that would start something by itself.
+    """Apply the placement to all members, and refuse a saved ensemble that would start actors unasked.
 
     Args:
         items: The members, changed in place.
-        placement: What `from_pretrained` was given.
-        is_saved: Whether the members were saved, so that nobody has looked at them.
+        placement: The argument of `from_pretrained`.
+        is_saved: Whether the members come from a saved ensemble, not from the user.
         allow_remote: Whether saved members may run elsewhere.
 
     Raises:
@@ -41,7 +41,7 @@ def check_placement(items: Sequence[MemberConfig], placement: Any, is_saved: boo
 
 
 def check_actor(item: MemberConfig, config: PreTrainedConfig) -> None:
-    """Refuse what cannot run in an actor.
+    """Refuse members that cannot run in an actor.
 
     Args:
         item: The member.
@@ -63,12 +63,12 @@ def start_actor(item: MemberConfig, device_map: Any, load: Callable[..., Any], *
 
     Args:
         item: The member.
-        device_map: Where its weights go. None: onto the actor's GPUs, if it asks for any.
+        device_map: Device of its weights. None: the actor's GPUs, if it asks for any.
         load: Called in the actor, with the member, its device map and the other arguments.
-        *arguments: These.
+        *arguments: The other arguments.
 
     Raises:
-        ConfigurationError: If Ray cannot be had, or no node has what the actor asks for.
+        ConfigurationError: If Ray is not available, or no node has what the actor asks for.
     """
     num_gpus = (item.ray or {}).get("num_gpus", 0)
     if device_map is None and num_gpus:

@@ -1,4 +1,4 @@
-"""Adapters (LoRA and its like): which members are or carry one, and how one is loaded and written."""
+"""Adapters such as LoRA: finding, loading and writing them."""
 
 import copy
 import dataclasses
@@ -35,27 +35,26 @@ _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-"""What names of weights begin with in files of adapters."""
+"""Prefix of weight names in adapter files."""
 
 _KEPT_DTYPE = "kept_dtype"
-"""In the metadata of weights that we wrote: they stay in their own dtype, unless another than the saved one is asked."""
+"""Key in the metadata of weights that we wrote: they keep their dtype, unless the user asks for another."""
 
 # Finding
 
 
 def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -> MemberConfig:
-    """The member with its adapter apart from its model; as it is, if it has none.
+    """Return the member with its adapter named separately from its model; unchanged if it has no adapter.
 
-    As for `AutoModelForCausalLM`, a path may be that of an adapter, and the model is the one that it names; a folder may
-    hold both.
+    As with `AutoModelForCausalLM`, a path may lead to an adapter, which names its model; a folder may contain both.
 
     Args:
         item: The member.
-        has_config: Whether a model's configuration lies at its path.
+        has_config: Whether there is a model's configuration at its path.
         hub: Options of Hub access.
 
     Raises:
-        ConfigurationError: If the adapter cannot be found or used, or does not say of which model it is.
+        ConfigurationError: If the adapter cannot be found or used, or does not name its model.
     """
     place = Place.of_model(item)
     own = None if item.gguf_file else place.file(_CONFIG_FILE, hub)
@@ -99,7 +98,7 @@ def find_adapter(item: MemberConfig, has_config: bool, hub: Mapping[str, Any]) -
 
 
 def _checked_config(item: MemberConfig, file: str) -> dict[str, Any]:
-    """The adapter's configuration, if it is of a kind that stands in the model and can be loaded here."""
+    """Return the adapter's configuration, if this kind of adapter changes the model and can be loaded."""
     what = f"member {name_of(item)!r} has an adapter"
     try:
         import peft
@@ -119,14 +118,14 @@ def _checked_config(item: MemberConfig, file: str) -> dict[str, Any]:
 
 
 def check_adapters(models: Sequence[Any]) -> None:
-    """Refuse loaded models of which nobody can tell which adapter is meant.
+    """Refuse loaded models for which it is unclear which adapter is meant.
 
     Args:
         models: All members' models.
 
     Raises:
-        ConfigurationError: If a model in which several adapters stand is listed more than once, or one model is listed as
-            `peft` wraps it and without that, or as two wrappers.
+        ConfigurationError: If a model with several adapters is listed more than once, or a model is listed with and
+            without its `peft` wrapper, or in two wrappers.
     """
     firsts: dict[int, Any] = {}
     for model in models:
@@ -147,18 +146,17 @@ def check_adapters(models: Sequence[Any]) -> None:
 
 
 def can_share(item: MemberConfig, hub: Mapping[str, Any]) -> bool:
-    """Whether a member's model may be other members' too: where its adapter, if any, leaves the model's weights alone.
+    """Whether a member's model can be shared with other members: if its adapter leaves the model's weights alone.
 
     Args:
-        item: The member, its adapter apart from its model.
+        item: The member, with its adapter named separately from its model.
         hub: Options of Hub access.
     """
     if item.adapter is None:
         return True
     place = Place.of_adapter(item)
     config = json.loads(Path(place.file(_CONFIG_FILE, hub) or "").read_text("utf-8"))
-    # PiSSA and its like take something out of the model first. The stock loader puts an adapter that lies beside a
-    # model into it at once.
+    # PiSSA and similar kinds change the model first. The stock loader loads an adapter beside a model at once.
     keeps_weights = not isinstance(config.get("init_lora_weights"), str) or config["init_lora_weights"] == "gaussian"
     return keeps_weights and place != Place.of_model(item)
 
@@ -189,7 +187,7 @@ def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, An
             )
         config = peft.PeftConfig.from_pretrained(folder)
         config.inference_mode = True
-        # The stock loader has put it in already where both lie in one folder. Else its first weights are drawn.
+        # If both are in one folder, the stock loader has loaded it already. Otherwise its initial weights are random.
         if not getattr(model, "peft_config", None):
             with torch.random.fork_rng(devices=[]):
                 peft.inject_adapter_in_model(config, model)
@@ -216,10 +214,10 @@ def add_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, An
 
 
 def with_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, Any]) -> PreTrainedModel:
-    """A model with a member's adapter, whose own weights are another's: that has no adapter, and stays as it is.
+    """Return a model with a member's adapter that shares another model's weights; that one stays unchanged.
 
     Args:
-        model: The other.
+        model: The other model, without an adapter.
         item: The member.
         hub: Options of Hub access.
 
@@ -228,7 +226,7 @@ def with_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, A
     """
     flags, before = trained_weights(model), states_of_weights(model)
     twin: PreTrainedModel = twin_of(model)
-    # Some adapters come with weights of the model, such as embeddings of new tokens. Mostly they are what it has.
+    # Some adapters bring weights of the model, such as embeddings of new tokens, mostly equal to the model's.
     weights = dict(model.named_parameters(remove_duplicate=False))
     brought = {id(weights[name]): weights[name] for name in _names_in(item, hub) if name in weights}
     own = {old: nn.Parameter(weight.detach().clone(), requires_grad=False) for old, weight in brought.items()}
@@ -245,7 +243,7 @@ def with_adapter(model: PreTrainedModel, item: MemberConfig, hub: Mapping[str, A
 
 
 def _names_in(item: MemberConfig, hub: Mapping[str, Any]) -> list[str]:
-    """What weights in an adapter's file are called without adapters, those that a model may have among them."""
+    """The names without adapters of weights in an adapter's file, including those a model may have."""
     file = Place.of_adapter(item).file(_WEIGHTS_FILE, hub)
     if file is None:
         return []
@@ -262,7 +260,7 @@ def _is_kept(file: str) -> bool:
 
 
 def obstacle_to_writing(model: Any) -> str | None:
-    """Why a model's adapters cannot be written apart from its weights, with the remedy; None if they can."""
+    """Return why a model's adapters cannot be written apart from its weights, with the remedy; None if they can."""
     configs = getattr(model, "peft_config", None) or {}
     if not configs:
         flagged = getattr(model, "_hf_peft_config_loaded", False)
@@ -286,29 +284,30 @@ def obstacle_to_writing(model: Any) -> str | None:
 
 
 def weights_without_adapters(base: PreTrainedModel) -> dict[str, Tensor] | None:
-    """The weights that a model has without its adapters, by the names they have then; None if it carries none."""
+    """Return a model's weights without its adapters, by their plain names; None if it has no adapter."""
     if not getattr(base, "peft_config", None):
         return None
     return plain_weights(base, base.state_dict())
 
 
 def write_adapter(base: Any, folder: Path) -> None:
-    """Write the adapter that acts in a model, if there is one.
+    """Write the active adapter of a model, if there is one.
 
     Args:
-        base: The model that it stands in.
-        folder: Where to; made if there is an adapter.
+        base: The model.
+        folder: The folder; created if there is an adapter.
     """
     for name in active_adapters(base):
         import peft
 
         folder.mkdir(parents=True)
         config = copy.deepcopy(base.peft_config[name])
-        # It may be a path of this machine, and the member says it anyway.
+        # It may be a path of this machine, and the member names the model anyway.
         config.base_model_name_or_path = None
         config.inference_mode = True
         if isinstance(getattr(config, "init_lora_weights", None), str):
-            # PiSSA and its like took their first weights out of the model's, which are written as they are now.
+            # PiSSA and similar kinds took their initial weights from the model's, which are written in their current
+            # state.
             config.init_lora_weights = True
         config.save_pretrained(str(folder))
         weights = peft.get_peft_model_state_dict(base, adapter_name=name, save_embedding_layers=False)

@@ -28,19 +28,19 @@ _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 def read_source(
     source: Any, config: PreTrainedConfig | None, located: dict[str, Any], hub: Mapping[str, Any]
 ) -> tuple[EnsembleConfig, bool]:
-    """Read which members are meant by what a user gives.
+    """Read the members from what the user passed.
 
     Args:
         source: A list of members, or the id or path of a saved ensemble or of a single model.
-        config: Its configuration, where it is loaded already.
+        config: Its configuration, if already loaded.
         located: `revision` and `subfolder`.
         hub: Options of Hub access.
 
     Returns:
-        An ensemble's configuration, which is free to be changed, and whether it was saved.
+        An ensemble's configuration, which the caller may change, and whether it was saved.
 
     Raises:
-        ConfigurationError: If there cannot be such members, or they were not saved by this library.
+        ConfigurationError: If the members are invalid, or were not saved by this library.
     """
     if not isinstance(source, str):
         return EnsembleConfig(members=_listed_members(source)), False
@@ -48,7 +48,7 @@ def read_source(
     if config is None:
         check_place(source, Place.of_model(alone), hub)
         _check_files(repr(source), Place.of_model(alone), hub)
-        # What fails is told when it is looked at as a member.
+        # Failures are reported when it is checked as a member.
         config, problem = _read_config(source, {**located, **hub})
         if isinstance(problem, ConfigurationError):
             raise problem
@@ -78,16 +78,16 @@ def _listed_members(source: Any) -> list[MemberConfig]:
 
 
 def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> tuple[MemberConfig, PreTrainedConfig]:
-    """Check that a member is a language model that can be found, the first a causal one.
+    """Check that a member is a language model that can be found; the first has to be causal.
 
     Args:
-        number: Its place in the list.
+        number: Its index in the list.
         item: The member.
         hub: Options of Hub access.
 
     Returns:
-        The member with its adapter apart from its model, and with the commits that all its files are to be read from;
-        and its model's configuration.
+        The member, with its adapter named separately and the commits to read its files from, and its model's
+        configuration.
 
     Raises:
         ConfigurationError: Naming the member, and why.
@@ -139,7 +139,7 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
 
 
 def source_options(item: MemberConfig) -> dict[str, Any]:
-    """Options that say where a member's model and tokenizer are read from."""
+    """Options with the source of a member's model and tokenizer."""
     options = Place.of_model(item).options
     return options if item.gguf_file is None else {**options, "gguf_file": item.gguf_file}
 
@@ -188,7 +188,7 @@ def _check_kind(name: str, config: PreTrainedConfig, is_primary: bool) -> None:
                 f"architectures {config.architectures}."
             )
         return
-    # A checkpoint that names no class is believed.
+    # A checkpoint that names no class is accepted.
     names = config.architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(

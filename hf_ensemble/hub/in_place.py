@@ -1,8 +1,7 @@
-"""Putting files that were written beside their place into it, so that a folder holds the old or the new, never a mixture.
+"""Moves new files into place, so that a folder holds either the old or the new ensemble, never a mixture.
 
-Several files cannot take their places at once. So there is one step that decides: when all is written, its folder gets
-a name by which it is known to be whole. Whoever finds that name, the writer or the next reader, puts what is left in it
-into place.
+Several files cannot be moved at once. So one step decides: when everything is written, the folder gets a name that
+marks it as complete. The writer, or the next reader that finds this name, moves the rest into place.
 """
 
 import contextlib
@@ -18,31 +17,31 @@ BUNDLE = "members"
 """Folder of bundled members, within the ensemble's."""
 
 MAY_BE_STALE = ("chat_template.jinja",)
-"""Files that change what is loaded if an older save leaves them behind."""
+"""Files that would change what is loaded if an older save left them behind."""
 
 _WHOLE = ".saved"
-"""Name of the folder that holds a whole ensemble, of which not all is in place yet."""
+"""Name of the folder with a complete ensemble that is not fully in place yet."""
 
 _STALE = "stale"
-"""Folder in it with the names of what the new ensemble does not have."""
+"""Folder in it with the names of files that the new ensemble does not have."""
 
 _REPLACED = "replaced"
-"""Folder in it for what was in the way."""
+"""Folder in it for files that were in the way."""
 
 
 def write_in_place(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write files beside their places, then into place, the configuration last.
+    """Write files elsewhere, then move them into place, the configuration last.
 
-    A failure leaves what was in the folder as it was; once all is written, stopping the process leaves the new files,
-    which the next load or save puts into place. Files of other names stay, and so does a README.
+    A failure leaves the folder unchanged. If the process is stopped after everything is written, the next load or save
+    moves the new files into place. Files with other names stay, and so does a README.
 
     Args:
-        folder: Where they belong; made if there is none.
-        write: Writes them into the folder that it is given.
+        folder: Their place; created if it does not exist.
+        write: Writes them into a given folder.
 
     Raises:
-        ConfigurationError: If an older save that was stopped cannot be finished, or a folder stands where a file has to
-            be written, or a file where a folder has to.
+        ConfigurationError: If an interrupted older save cannot be finished, or there is a folder in place of a file,
+            or a file in place of a folder.
     """
     finish_writing(folder)
     is_new = not folder.exists()
@@ -67,12 +66,12 @@ def write_in_place(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def finish_writing(folder: Path) -> bool:
-    """Put into place what a save wrote, if it was stopped before it had.
+    """Finish a save that was interrupted before its files were in place.
 
-    Every step can be done again, also by several processes at a time.
+    Every step can be repeated, also by several processes at once.
 
     Returns:
-        Whether there was anything.
+        Whether there was anything to finish.
 
     Raises:
         ConfigurationError: If it cannot be put into place, or a link leads out of the folder.
@@ -126,7 +125,7 @@ def _replace_folder(new: Path, place: Path, aside: Path) -> None:
     try:
         new.rename(place)
     except FileNotFoundError:
-        # Another process has just done it, and what was moved aside may be the new one.
+        # Another process has just done it, and the file moved aside may be the new one.
         if not place.exists():
             aside.rename(place)
 

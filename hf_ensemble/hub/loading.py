@@ -1,4 +1,4 @@
-"""Making an ensemble's members: of loaded models, of what is loaded for a list of ids, or as it was saved."""
+"""Creates an ensemble from loaded models, from a list of members, or from a saved ensemble."""
 
 import contextlib
 import copy
@@ -38,11 +38,11 @@ from .references import Place, check_token, hub_options, whole_path, with_paths
 from .served import check_served, connect
 
 Part: TypeAlias = tuple[PreTrainedModel, PreTrainedTokenizerBase] | Member
-"""What has been loaded for a member: its model and tokenizer, or the member itself where that is elsewhere."""
+"""What was loaded for a member: its model and tokenizer, or the member itself if it runs elsewhere."""
 
 
 class Loading:
-    """How an ensemble is made: of loaded models, of a list of ids, or as it was saved. Mixed into the ensemble's class."""
+    """Mix-in that creates an ensemble from loaded models, from a list of members, or from a saved ensemble."""
 
     config: Any
     generation_config: Any
@@ -57,21 +57,22 @@ class Loading:
         weights: Sequence[float] | None = None,
         member_configs: Sequence[MemberConfig] | None = None,
     ) -> Self:
-        """Make an ensemble of loaded models and tokenizers. None of them is changed.
+        """Create an ensemble from loaded models and tokenizers. None of them is changed.
 
-        Entries of one model with one tokenizer share them. Only where all else is the same too, they are one member.
+        Entries with the same model and tokenizer share them. They are one member only if everything else is the same
+        too.
 
         Args:
             models: Causal language models; the first is the primary. Others may be encoder-decoder models.
             tokenizers: Their fast tokenizers.
             method: Name or configuration of the method.
-            weights: Mixing weights, one per member. Default: the same for all.
-            member_configs: Where each member comes from, its name, and ids that end its texts. Default: each model's
-                own `name_or_path`.
+            weights: Mixing weights, one per member. Default: equal weights.
+            member_configs: For each member its source, its name, and more ids that end its texts. Default: each
+                model's own `name_or_path`.
 
         Raises:
-            ConfigurationError: If the lists do not match, or a model is no language model, or the primary no causal one.
-            VocabularyError: If a tokenizer cannot be understood.
+            ConfigurationError: If the lists do not match, a model is not a language model, or the primary is not causal.
+            VocabularyError: If a tokenizer is not supported.
         """
         if not models:
             raise ConfigurationError("an ensemble needs at least one member: got 0.")
@@ -91,13 +92,13 @@ class Loading:
         method: str | MethodConfig,
         weights: Sequence[float] | None,
     ) -> Self:
-        """Make an ensemble of what has been loaded for each member.
+        """Create an ensemble from the loaded members.
 
         Args:
-            parts: For each member its model and tokenizer, or the member itself where that is elsewhere.
-            items: Where each comes from.
+            parts: For each member its model and tokenizer, or the member itself if it runs elsewhere.
+            items: Their configurations.
             method: Name or configuration of the method.
-            weights: Mixing weights, one per member; None for the same for all.
+            weights: Mixing weights, one per member; None for equal weights.
         """
         first = parts[0]
         config = EnsembleConfig(
@@ -142,32 +143,32 @@ class Loading:
         api_key_env: Any = None,
         **kwargs: Any,
     ) -> Self:
-        """Load an ensemble from its members, or as it was saved.
+        """Load an ensemble from a list of members, or a saved ensemble.
 
         Args:
             pretrained_model_name_or_path: A list of members (Hub ids, paths or `MemberConfig`s), the primary first; or
                 the id or path of a saved ensemble. The id or path of a single model makes an ensemble of one.
             *model_args: Refused.
-            config: Configuration of a saved ensemble, where it is loaded already.
+            config: Configuration of a saved ensemble, if already loaded.
             method: Name or configuration of the method. Default: as saved, else `"unite"`.
-            weights: Mixing weights, one per member. Default: as saved, else the same for all.
-            dtype: One dtype for all members, or a list with one per member. Default: as saved, else as each
-                checkpoint says.
-            device_map: Where the weights go, as in `transformers`: one value for all members, or a list.
-            tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
-            quantization_config: How weights are quantised while they are loaded: one `TorchAoConfig`, `BitsAndBytesConfig`
-                or the like for all members that name none themselves, or a list with one per member (None: as they are stored).
-                Default: as saved.
-            placement: `"ray"`: every member runs in a Ray actor, also where its `MemberConfig` does not say so. Needs `ray`.
-            allow_remote: Whether a saved ensemble may start actors and reach servers, as it says itself. Members that you
-                list may.
-            api_key_env: Name of the environment variable whose key goes to the servers of members that ask for one; or a
-                list with one per member. Keys that a saved ensemble asks for are sent only if you name them here.
-            **kwargs: `revision` and `subfolder` of the ensemble; everything else (`token`, `cache_dir`, `max_memory` for
-                all members together, `attn_implementation`, …) is passed on to every member's loading.
+            weights: Mixing weights, one per member. Default: as saved, else equal weights.
+            dtype: One dtype for all members, or a list with one per member. Default: as saved, else each checkpoint's.
+            device_map: Device of the weights, as in `transformers`: one value for all members, or a list.
+            tokenizers: Tokenizers, or their ids or paths, one per member; None if it is beside the model.
+            quantization_config: How to quantise the weights while they load: one `TorchAoConfig`, `BitsAndBytesConfig`
+                or the like for all members that name none, or a list with one per member (None keeps the weights as
+                stored). Default: as saved.
+            placement: `"ray"` runs every member in a Ray actor, even if its `MemberConfig` does not say so. Needs
+                `ray`.
+            allow_remote: Whether a saved ensemble may start its actors and contact its servers. Members that you list
+                yourself always may.
+            api_key_env: Name of the environment variable with the key for servers of members that ask for one, or a
+                list with one per member. Keys for a saved ensemble are sent only if you name them here.
+            **kwargs: `revision` and `subfolder` of the ensemble; everything else (`token`, `cache_dir`, `max_memory`
+                for all members together, `attn_implementation`, …) is used to load every member.
 
         Raises:
-            ConfigurationError: If a member cannot be found or is no causal language model; before any weight is read.
+            ConfigurationError: If a member cannot be found or is not a causal language model, before any weights are read.
             VocabularyError: If a tokenizer is missing or cannot be understood.
         """
         if model_args:
@@ -236,7 +237,7 @@ def _refuse_method_options(given: Iterable[str], method: str | MethodConfig | No
 
 
 def _described(part: Part, item: MemberConfig) -> MemberConfig:
-    """The member's configuration with what its model and tokenizer tell."""
+    """The member's configuration, completed from its model and tokenizer."""
     item = with_paths(item, whole_path)
     if isinstance(part, Member):
         if item.tokenizer is None:
@@ -253,7 +254,7 @@ def _described(part: Part, item: MemberConfig) -> MemberConfig:
     if languages := languages_of(tokenizer):
         item.tokenizer_kwargs = {**(item.tokenizer_kwargs or {}), **languages}
     if item.commit is None and item.path and not is_local(item.path):
-        # Transformers 5.17 keeps the commit with the configuration.
+        # Transformers 5.17 keeps the commit in the configuration.
         kept = getattr(model.config, "_commit_hash", None)
         item.commit = kept or Place.of_model(item).commit("config.json", {})
     return item
@@ -267,22 +268,22 @@ def _load_members(
     tokenizers: Sequence[Any] | None,
     kwargs: dict[str, Any],
 ) -> list[Part]:
-    """Load every member's model and tokenizer; a member that is listed twice is loaded once.
+    """Load every member's model and tokenizer; a member listed twice is loaded once.
 
     Args:
         items: The members.
-        configs: Their configurations; None for those that are served.
+        configs: Their models' configurations; None for served members.
         dtype: One for all members that name none, or a list with one per member.
         device_map: One for all members that name none, or a list with one per member.
-        tokenizers: Tokenizers, or their ids or paths, one per member; None where it is beside the model.
-        kwargs: Passed on to every member's loading.
+        tokenizers: Tokenizers, or their ids or paths, one per member; None if it is beside the model.
+        kwargs: Options of loading for every member.
 
     Returns:
-        Models and tokenizers; of what is elsewhere the members.
+        Models and tokenizers, or members that run elsewhere.
 
     Raises:
         ConfigurationError: If a list does not have one entry per member, the members do not fit into memory, the
-            weights cannot be read, or an actor or a server cannot be had.
+            weights cannot be read, or an actor or a server is not available.
         VocabularyError: If a tokenizer is missing.
     """
     dtypes = per_member("dtype", dtype, [item.dtype for item in items])
@@ -294,13 +295,13 @@ def _load_members(
         item, config, own_dtype, own_map, tokenizer = of_member
         if item.ray is not None and config is not None:
             check_actor(item, config)
-        source = item if item.is_elsewhere else what_is_loaded(item)  # what is elsewhere is a whole member
+        source = item if item.is_elsewhere else what_is_loaded(item)  # a member elsewhere is a whole member
         keys.append(repr((source, own_dtype, own_map, id(tokenizer))))
         distinct.setdefault(keys[-1], of_member)
     of_elsewhere = {key: value for key, value in kwargs.items() if key != "max_memory"}  # which is for devices here
     elsewhere: dict[str, Member] = {}
     try:
-        # What is quickly found wrong comes first. Actors load while the others do.
+        # Quick checks come first. Actors load while the others do.
         for key, (item, _, _, _, tokenizer) in distinct.items():
             if item.url is not None:
                 elsewhere[key] = connect(item, load_tokenizer(item, tokenizer, kwargs), hub_options(kwargs))

@@ -1,4 +1,4 @@
-"""Loading the models and tokenizers of members that run in this process, each model once."""
+"""Loads the models and tokenizers of members that run in this process, each model once."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,17 +23,18 @@ from .quantized import stock_quantization
 from .references import hub_options, name_of
 
 Listed = tuple[MemberConfig, Any, Any, Any, Any]
-"""A member with its configuration (None if it is served), dtype, device map and tokenizer, as a user asks for them."""
+"""A member with its model's configuration (None if it is served), and the requested dtype, device map and tokenizer.
+"""
 
 
 def load_models(
     listed: Mapping[str, Listed], kwargs: dict[str, Any]
 ) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-    """Load distinct members. Those that are one model, or adapters on it, share its weights.
+    """Load distinct members. Members with the same model, or adapters on it, share its weights.
 
     Args:
         listed: The members, by a key.
-        kwargs: Passed on to every member's loading.
+        kwargs: Options of loading for every member.
 
     Returns:
         Each one's model and tokenizer.
@@ -71,14 +72,14 @@ def load_models(
 def load_member(
     item: MemberConfig, device_map: Any, config: PreTrainedConfig, dtype: Any, tokenizer: Any, kwargs: dict[str, Any]
 ) -> LocalMember:
-    """Load a member into this process: the actor's, where that is called.
+    """Load a member into the current process, which may be an actor's.
 
     Args:
         item: The member.
-        device_map: Where its weights go; None for nowhere in particular.
+        device_map: Device of its weights; None for the default.
         config: Its model's configuration.
         dtype: Their dtype; None or "auto" for the checkpoint's.
-        tokenizer: Its tokenizer, or the id or path of it; None for that beside the model.
+        tokenizer: Its tokenizer, or an id or path; None for the one beside the model.
         kwargs: Other options of its loading.
     """
     model = _load_model(item, config, dtype, device_map, kwargs)
@@ -87,7 +88,7 @@ def load_member(
 
 
 def what_is_loaded(item: MemberConfig) -> MemberConfig:
-    """The member without what says only how it is used, so that equal ones can be loaded once."""
+    """The member without options that concern only its use, so that equal members are loaded once."""
     return dataclasses.replace(item, name=None, eos_token_id=[], chat_template=None, system_prompt=None)
 
 

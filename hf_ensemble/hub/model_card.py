@@ -1,4 +1,4 @@
-"""The README of a saved ensemble: what it is made of, and how it is used."""
+"""The README of a saved ensemble: its parts, and how to use it."""
 
 import json
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ def model_card(plan: SavePlan, source: str, tags: Sequence[str], api: HfApi | No
 
     Args:
         plan: What is saved.
-        source: What `from_pretrained` is to be given. Its last part is the heading.
+        source: The argument for `from_pretrained`; its last part is the heading.
         tags: Tags for the metadata.
-        api: The Hub, asked for licences; None: nothing is asked.
+        api: The Hub, to look up licences; None for no look-up.
     """
     config, loaded = plan.config, plan.ensemble.config.members
     commits = [item.commit or item.revision for item in (loaded if plan.bundled else config.members)]
@@ -60,7 +60,7 @@ def _origin(path: str | None) -> str:
 
 
 def _license(path: str | None, revision: str | None, api: HfApi | None) -> str | None:
-    """A member's licence, by the metadata of its README; None if that cannot be told."""
+    """A member's licence, from the metadata of its README; None if unknown."""
     if path is None:
         return None
     try:
@@ -79,5 +79,5 @@ def _license(path: str | None, revision: str | None, api: HfApi | None) -> str |
 
 
 def _plain(text: str) -> str:
-    """A text that ends no heading or cell."""
+    """A text that cannot end a heading or a cell."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""Options of loading that are given once for all members, or as a list with one per member."""
+"""Options of loading, given once for all members or as a list with one per member."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +7,11 @@ from .. import messages
 
 
 def listed(name: str, given: Any, count: int) -> list[Any] | None:
-    """The entries of a list with one per member; None for what is given for all.
+    """Return the entries of a list with one per member; None if the option is given for all.
 
     Args:
         name: The option's name.
-        given: What was given.
+        given: Its value.
         count: Number of members.
 
     Raises:
@@ -25,12 +25,12 @@ def listed(name: str, given: Any, count: int) -> list[Any] | None:
 
 
 def per_member(name: str, given: Any, own: Sequence[Any]) -> list[Any]:
-    """An option for each member: as a list says, else as the member says itself, else as is said for all.
+    """Return an option for each member: from a list, else the member's own, else the one for all.
 
     Args:
         name: The option's name.
-        given: What was given.
-        own: What each member says itself; None for nothing.
+        given: Its value.
+        own: Each member's own value; None for no value.
 
     Raises:
         ConfigurationError: If a list does not have one entry per member.

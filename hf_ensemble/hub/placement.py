@@ -1,4 +1,4 @@
-"""Whether the members fit where they are to be placed, and what memory is left for the next one."""
+"""Checks that the members fit on their devices, and computes the memory left for the next one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,21 +13,22 @@ from ..members.member_model import tensors_of
 from .finding import model_class
 
 _PLANNED = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Values of `device_map` that let `accelerate` place a model where there is room."""
+"""Values of `device_map` that let `accelerate` place a model."""
 
 
 def check_memory(
     members: Sequence[tuple[MemberConfig, PreTrainedConfig, Any, Any]], max_memory: Mapping[Any, Any] | None
 ) -> None:
-    """Check that the members' weights fit, before any is read.
+    """Check that the members' weights fit, before reading any.
 
-    Each member's own plan sees what those before it take, since they are loaded one after the other. So all that is
-    checked is the sum: on each device that members are sent to as a whole, and over all devices for members that are
-    spread by a plan. Members that are quantised, or placed module by module, are left out.
+    Members are loaded one after the other, so each one's plan sees what the earlier ones take. This checks the sums:
+    per device, for members that go to one device as a whole, and over all devices, for members spread by a plan.
+    Members that are quantised, or placed module by module, are left out.
 
     Args:
         members: Each distinct member with its configuration, dtype and device map.
-        max_memory: Bytes (or sizes like `"10GB"`) that all members together may take, by device. None: what is free.
+        max_memory: Bytes (or sizes like `"10GB"`) that all members together may take, by device. None: the free
+            memory.
 
     Raises:
         ConfigurationError: Naming the device, the sizes and the remedy.
@@ -56,12 +57,12 @@ def check_memory(
 
 
 def free_memory(max_memory: Mapping[Any, Any] | None) -> dict[Any, int]:
-    """Bytes by device that may be taken: what is free now, or what is allowed.
+    """Return the bytes that may be used, by device: the free memory, or the allowed.
 
     Args:
-        max_memory: Bytes (or sizes like `"10GB"`) by device. None: what is free.
+        max_memory: Bytes (or sizes like `"10GB"`) by device. None: the free memory.
     """
-    # Slow to import, and a model that is placed nowhere does without.
+    # Slow to import, and not needed for a model without a device map.
     from accelerate.utils import get_max_memory
 
     found: dict[Any, int] = get_max_memory(None if max_memory is None else dict(max_memory))
@@ -69,11 +70,11 @@ def free_memory(max_memory: Mapping[Any, Any] | None) -> dict[Any, int]:
 
 
 def remaining_memory(max_memory: Mapping[Any, Any], models: Sequence[PreTrainedModel]) -> dict[Any, int]:
-    """What is left of `max_memory`, which is for all members, once these are loaded.
+    """Return what is left of `max_memory`, which is for all members, after loading these.
 
     Args:
         max_memory: Bytes (or sizes like `"10GB"`) by device.
-        models: The members that are loaded.
+        models: The loaded members.
 
     Returns:
         Bytes by device.
@@ -87,7 +88,7 @@ def remaining_memory(max_memory: Mapping[Any, Any], models: Sequence[PreTrainedM
 
 
 def _target(device_map: Any) -> Any:
-    """The plan, or the one device as `accelerate` names it; None for a map by modules."""
+    """The plan, or the single device as `accelerate` names it; None for a map by modules."""
     if isinstance(device_map, Mapping):
         places = set(device_map.values())
         return _target(places.pop()) if len(places) == 1 else None

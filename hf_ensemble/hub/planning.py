@@ -1,4 +1,4 @@
-"""What is to be saved or uploaded: everything is checked here, before anything is written."""
+"""Plans what to save or upload, and checks it before anything is written."""
 
 import contextlib
 import copy
@@ -34,8 +34,9 @@ class Bundled:
 
     Attributes:
         member: The member.
-        with_model: Whether its model is written; else only its adapter, since another's model is the same.
-        with_tokenizer: Whether its tokenizer is written; else the other's is the same.
+        with_model: Whether its model is written; otherwise only its adapter, because another member has the same
+            model.
+        with_tokenizer: Whether its tokenizer is written; otherwise the other member has the same one.
     """
 
     member: Member
@@ -45,11 +46,11 @@ class Bundled:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """A save that has been found possible: all checks are done, nothing is written.
+    """A save that passed its checks; nothing is written yet.
 
     Attributes:
-        ensemble: What is saved.
-        config: Its configuration as it is written.
+        ensemble: The ensemble.
+        config: Its configuration, as written.
         bundled: The members to write, by their folder within the ensemble's.
     """
 
@@ -64,10 +65,10 @@ def plan_save(ensemble: Any, include_members: bool, folder: Path) -> SavePlan:
     Args:
         ensemble: The ensemble.
         include_members: Whether the members are written too.
-        folder: Where to.
+        folder: The folder.
 
     Raises:
-        ConfigurationError: If a member came from nowhere and is not to be written, cannot be written, or would be
+        ConfigurationError: If a member without an id or path is not included, cannot be written, or would be
             overwritten; or if the method's options or a generation config cannot be saved.
     """
     for item, member in zip(ensemble.config.members, ensemble.member_views, strict=True):
@@ -106,11 +107,11 @@ def plan_push(ensemble: Any, include_members: bool, api: HfApi) -> SavePlan:
     Args:
         ensemble: The ensemble.
         include_members: Whether the members are uploaded too.
-        api: The Hub, asked for the commit of a member whose own is not known.
+        api: The Hub, to look up the commit of a member if it is unknown.
 
     Raises:
-        ConfigurationError: If a member lies on this machine and is not to be uploaded, or is not found on the Hub; and
-            as for `plan_save`.
+        ConfigurationError: If a member is on this machine and not included, or is not found on the Hub; and as for
+            `plan_save`.
     """
     ensemble.config.method.check_saveable(is_for_hub=True)
 
@@ -125,7 +126,7 @@ def plan_push(ensemble: Any, include_members: bool, api: HfApi) -> SavePlan:
 
 
 def _plan_references(ensemble: Any, reference: Callable[[MemberConfig, Member], MemberConfig]) -> SavePlan:
-    """Every member as it is to be found again, if what its configuration names is the member."""
+    """References to all members, if their configurations name exactly these members."""
     items = []
     for item, member in zip(ensemble.config.members, ensemble.member_views, strict=True):
         if not (item.path or item.url):
@@ -145,7 +146,7 @@ def _plan_references(ensemble: Any, reference: Callable[[MemberConfig, Member], 
 
 
 def _plan_bundle(ensemble: Any) -> SavePlan:
-    """Every distinct pair of model and tokenizer once, in a folder named after the member; adapters share their model."""
+    """The distinct pairs of model and tokenizer, each in a folder named after the member; adapters share their model."""
     places: dict[tuple[int, int], tuple[str, str]] = {}
     bundled: dict[str, Bundled] = {}
     of_weights: dict[Any, tuple[str, Member]] = {}
@@ -177,9 +178,9 @@ def _plan_bundle(ensemble: Any) -> SavePlan:
 
 
 def _free_place(name: str, bundled: Iterable[str]) -> str:
-    """A folder for a member that no other has."""
+    """A folder for a member that no other member has."""
     name = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "member"
-    # Some file systems take names that differ in case for the same.
+    # Some file systems ignore the case of names.
     taken = {place.casefold() for place in bundled}
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(place for name in names if (place := f"{BUNDLE}/{name}").casefold() not in taken)
@@ -232,7 +233,7 @@ def _checked_config(ensemble: Any, items: list[MemberConfig]) -> EnsembleConfig:
 
 
 def _commit_on_hub(place: Place, member: Member, api: HfApi) -> str | None:
-    """The commit that the Hub gives now."""
+    """The current commit on the Hub."""
     try:
         return api.model_info(place.path, revision=place.revision).sha
     except (HfHubHTTPError, HFValidationError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Quantised members: how it is asked for, whether it can be had here, and what a model says of itself."""
+"""Quantised members: the options, the needed packages, and how a loaded model was quantised."""
 
 import copy
 import dataclasses
@@ -15,19 +15,20 @@ from .per_member import listed
 from .references import name_of
 
 _PACKAGES = ("bitsandbytes", "gguf", "torchao")
-"""Methods that are packages of the same name. Of others `transformers` says what they need."""
+"""Methods that are packages of the same name. For others, `transformers` reports what they need."""
 
 
 def with_quantization(items: Sequence[MemberConfig], given: Any, is_saved: bool) -> list[MemberConfig]:
-    """Members with what a call says of their quantisation.
+    """Return the members with the quantisation given in a call.
 
     Args:
         items: The members.
-        given: A quantisation for all members that are loaded and name none, or a list with one per member; None for nothing.
-        is_saved: Whether the members are a saved ensemble's: then what is given for all counts more than what they name.
+        given: A quantisation for all loaded members that name none, or a list with one per member; None for no
+            quantisation.
+        is_saved: Whether the members come from a saved ensemble; then a value for all overrides their own.
 
     Raises:
-        ConfigurationError: If the list does not have one entry per member, or an entry is no quantisation.
+        ConfigurationError: If the list does not have one entry per member, or an entry is not a quantisation.
     """
     if given is None:
         return list(items)
@@ -39,11 +40,11 @@ def with_quantization(items: Sequence[MemberConfig], given: Any, is_saved: bool)
 
 
 def check_package(item: MemberConfig, config: PreTrainedConfig | None) -> None:
-    """Check that there is the package that a member's quantised weights need.
+    """Check that the package for a member's quantised weights is installed.
 
     Args:
         item: The member.
-        config: Its model's configuration, which says whether its weights lie quantised; None if it is not known yet.
+        config: Its model's configuration, which says whether its weights are stored quantised; None if not known yet.
 
     Raises:
         ConfigurationError: If it is missing.
@@ -55,7 +56,7 @@ def check_package(item: MemberConfig, config: PreTrainedConfig | None) -> None:
 
 
 def stock_quantization(item: MemberConfig) -> dict[str, Any]:
-    """The option of stock loading that quantises a member; nothing for one that lies as it is to be loaded.
+    """Return the stock option that quantises a member; empty if its weights are loaded as stored.
 
     Args:
         item: The member.
@@ -65,12 +66,12 @@ def stock_quantization(item: MemberConfig) -> dict[str, Any]:
     """
     if item.quantization_config is None:
         return {}
-    # It is made anew, since models keep it, and some quantisers write into it.
+    # It is created again, because models keep it, and some quantisers write into it.
     return {"quantization_config": AutoQuantizationConfig.from_dict(copy.deepcopy(item.quantization_config))}
 
 
 def quantization_of(model: Any) -> Any:
-    """How a loaded model was quantised while it was loaded; None if it was not, or lies quantised where it came from.
+    """Return how a model was quantised while it loaded; None if it was not, or was stored quantised.
 
     Args:
         model: The model.
@@ -81,14 +82,14 @@ def quantization_of(model: Any) -> Any:
 
 
 def is_from_gguf(model: Any) -> bool:
-    """Whether a model was read from a GGUF file, so that its weights are unpacked and it still claims to be quantised."""
+    """Whether a model was read from a GGUF file: its weights are unpacked, but it still claims to be quantised."""
     return _method_of(getattr(model.config, "quantization_config", None)) == "gguf"
 
 
 def is_packed_for_cpu(model: Any) -> bool:
-    """Whether bitsandbytes has moved 4-bit weights into the order of a CPU's kernels, as it does when they first run.
+    """Whether bitsandbytes has reordered 4-bit weights for CPU kernels, as it does on their first run.
 
-    Written from there they are other weights, also in the model (0.50.2).
+    Writing them then gives different weights, and changes the model too (0.50.2).
     """
     states = (getattr(weight, "quant_state", None) for weight in model.parameters())
     return any(getattr(state, "packing_format_for_cpu", False) for state in states)

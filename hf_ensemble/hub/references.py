@@ -1,4 +1,4 @@
-"""Where members lie: paths and Hub ids, as users give them, as they are saved, and as they are found again."""
+"""References to members: paths and Hub ids as users give them, as they are saved, and as they are found again."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from .in_place import BUNDLE
 from .member_files import check_folder, check_inside, check_link
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
-"""Options of `from_pretrained` that say how the Hub is reached."""
+"""Options of `from_pretrained` for access to the Hub."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Place:
 
     @classmethod
     def of_model(cls, item: MemberConfig) -> "Place":
-        """Where a member's model lies, at the commit that was read first."""
+        """Return the place of a member's model, at the commit that was read first."""
         return cls(str(item.path), item.commit or item.revision, item.subfolder)
 
     @classmethod
     def of_adapter(cls, item: MemberConfig) -> "Place":
-        """Where a member's adapter lies, at the commit that was read first."""
+        """Return the place of a member's adapter, at the commit that was read first."""
         return cls(str(item.adapter), item.adapter_commit or item.adapter_revision, item.adapter_subfolder)
 
     def file(self, name: str, hub: Mapping[str, Any]) -> str | None:
-        """Path on this machine of a file in it; None if there is none, or it cannot be had.
+        """Return the local path of a file in it; None if it does not exist or cannot be loaded.
 
         Args:
             name: Of the file.
@@ -60,7 +60,7 @@ class Place:
             return None
 
     def commit(self, name: str, hub: Mapping[str, Any]) -> str | None:
-        """The commit that a file was just read from, by where it lies in the Hub's cache; None if that cannot be told.
+        """Return the commit that a file was just read from, by its place in the Hub's cache; None if unknown.
 
         Args:
             name: Of the file.
@@ -71,13 +71,13 @@ class Place:
         try:
             found = try_to_load_from_cache(self.path, file, cache_dir=hub.get("cache_dir"), revision=self.revision)
         except ValueError:
-            # No Hub id at all.
+            # Not a Hub id.
             return pinned
         return pinned or (Path(found).parents[file.count("/")].name if isinstance(found, str) else None)
 
     @property
     def options(self) -> dict[str, str]:
-        """`revision` and `subfolder`, where they are given."""
+        """`revision` and `subfolder`, if given."""
         given = {"revision": self.revision, "subfolder": self.subfolder}
         return {key: value for key, value in given.items() if value is not None}
 
@@ -88,26 +88,26 @@ def hub_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(item: MemberConfig) -> str:
-    """What a member is called in errors before it is loaded."""
+    """Return a member's name in errors before it is loaded."""
     return item.name or item.path or str(item.model)
 
 
 def check_token(token: Any) -> None:
-    """Refuse a token that cannot be sent: the error of the client would show it.
+    """Refuse a token that cannot be sent, because the client's error would show it.
 
     Raises:
-        ConfigurationError: If it is empty or holds white space.
+        ConfigurationError: If it is empty or contains white space.
     """
     if isinstance(token, str) and token.split() != [token]:
         raise ConfigurationError("`token` is empty or contains white space, so it cannot be a Hub token.")
 
 
 def check_place(name: str, place: Place, hub: Mapping[str, Any]) -> None:
-    """Refuse at once a path that no model can be read from; what may be a Hub id is left to the Hub.
+    """Refuse a path that cannot hold a model at once; possible Hub ids are left to the Hub.
 
     Args:
         name: Of the member, for the error.
-        place: Where the model, or the adapter, is said to lie.
+        place: The given place of the model or adapter.
         hub: Options of Hub access.
 
     Raises:
@@ -135,16 +135,16 @@ def check_place(name: str, place: Place, hub: Mapping[str, Any]) -> None:
 
 
 def _check_reachable(place: Place, what: str, hub: Mapping[str, Any]) -> None:
-    """Ask the Hub once for what looks like a folder, where the client would try again and again."""
+    """Ask the Hub once for an id that looks like a folder, because the client would retry many times."""
     file = "config.json"
     if place.commit(file, hub) or constants.HF_HUB_OFFLINE or hub.get("local_files_only"):
         return
     try:
         get_hf_file_metadata(hf_hub_url(place.path, file, **place.options), token=hub.get("token"))
     except HfHubHTTPError:
-        # What the Hub answers is told when the member's files are asked for.
+        # The Hub's answer is reported when the member's files are requested.
         return
-    except Exception as error:  # of the HTTP library, which is another in every version of the client
+    except Exception as error:  # of the HTTP library, which differs between versions of the client
         raise ConfigurationError(
             f"{what}: there is no folder {place.path!r}, and the Hub cannot be reached: {error}"
         ) from error
@@ -155,24 +155,24 @@ def with_paths(item: MemberConfig, change: Callable[[str], str]) -> MemberConfig
 
     Args:
         item: The member, which is not changed.
-        change: Gives the new path, or Hub id, for each.
+        change: Returns the new path, or Hub id, of each.
     """
-    # What came from the Hub is no path, also where a folder of its name has appeared since.
+    # An id loaded from the Hub is not a path, even if a folder with its name exists by now.
     commits = {"path": item.commit, "adapter": item.adapter_commit}
     changed: dict[str, Any] = {key: path if commits.get(key) else change(path) for key, path in paths_of(item).items()}
     return dataclasses.replace(item, **changed)
 
 
 def whole_path(path: str) -> str:
-    """A path that holds wherever the process goes to; a Hub id stays as it is."""
+    """Return an absolute path; a Hub id stays unchanged."""
     return os.path.abspath(path) if os.path.isdir(path) else path
 
 
 def saved_path(path: str, folder: Path) -> str:
-    """How a path is written in a configuration that lies in a folder: relative to it.
+    """Return a path relative to the folder of its configuration.
 
-    So whatever is moved together still loads, and the path does not say whose home it is. Only where nothing but the
-    root of a disk is above both is it written whole.
+    So things that are moved together still load, and the path does not reveal a home folder. It stays absolute only if
+    the two share nothing but the root of the disk.
 
     Args:
         path: Path or Hub id.
@@ -181,7 +181,7 @@ def saved_path(path: str, folder: Path) -> str:
     if not os.path.exists(path):
         return path
     given = Path(os.path.abspath(path))
-    # A link in a folder belongs to that folder, wherever it points to.
+    # A link belongs to its folder, wherever it points.
     whole = given.parent.resolve() / given.name
     if whole.anchor != folder.anchor or os.path.commonpath([whole, folder]) == whole.anchor:
         return str(whole)
@@ -192,10 +192,10 @@ def saved_path(path: str, folder: Path) -> str:
 def found_members(
     items: list[MemberConfig], source: str, located: Mapping[str, Any], hub: Mapping[str, Any]
 ) -> list[MemberConfig]:
-    """The members of a saved ensemble, so that they are found from anywhere.
+    """Return the members of a saved ensemble with references that work from anywhere.
 
-    Paths relative to its folder become whole paths. Paths within its repository become that repository, the commit that
-    its configuration was read from, and a subfolder.
+    Paths relative to its folder become absolute. Paths within its repository become that repository, the commit of its
+    configuration, and a subfolder.
 
     Args:
         items: The members as saved.
@@ -218,7 +218,7 @@ def found_members(
 
 
 def found_path(path: str, source: str, located: Mapping[str, Any]) -> str:
-    """Where a model lies that the method of a saved ensemble names.
+    """Return the path of a model that the method of a saved ensemble names.
 
     Args:
         path: Its path or Hub id, as saved.
@@ -259,7 +259,7 @@ def _from_folder(path: str, root: Path) -> str:
 
 
 def _from_repository(item: MemberConfig, source: str, base: str, revision: str | None) -> MemberConfig:
-    """The member with what lies in the ensemble's repository found there, and nothing found on this machine."""
+    """The member with its parts in the ensemble's repository located there, and no path of this machine."""
 
     def inside(*parts: str | None) -> str:
         place = posixpath.normpath(posixpath.join(*(part or "" for part in parts)))

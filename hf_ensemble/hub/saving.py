@@ -1,4 +1,4 @@
-"""Saving an ensemble to a folder, and uploading it to the Hub, with references to its members or with the members."""
+"""Saves an ensemble to a folder or uploads it to the Hub, with references to its members or with the members."""
 
 import inspect
 import os
@@ -19,7 +19,7 @@ from .writing import write_files
 
 
 class Saving:
-    """How an ensemble is written to a folder and uploaded to the Hub. Mixed into the ensemble's class."""
+    """Mix-in that writes an ensemble to a folder and uploads it to the Hub."""
 
     model_tags: list[str] | None
 
@@ -37,24 +37,24 @@ class Saving:
     ) -> None:
         """Save the ensemble's configuration, generation configuration, the primary's tokenizer and a README.
 
-        Members are saved as references (Hub ids, or paths relative to the folder) or, with `include_members`, as they
-        are now. A save that fails leaves an older one in the folder as it was.
+        Members are saved as references (Hub ids, or paths relative to the folder) or, with `include_members`, in their
+        current state. A save that fails leaves an older ensemble in the folder unchanged.
 
         Args:
             save_directory: Folder to write to.
             is_main_process: Whether this process writes.
-            state_dict: Refused: members have weights of their own.
+            state_dict: Refused: members have their own weights.
             push_to_hub: Whether to upload the ensemble too.
-            max_shard_size: Most bytes of a file of an included member, or a size like `"5GB"`.
+            max_shard_size: Largest size of a file of an included member, in bytes or as `"5GB"`.
             include_members: Whether to write every distinct member too, with its tokenizer, into a folder in
                 `members/`.
             safe_serialization: Weights are always safetensors; False is refused.
-            **push_options: Options of `push_to_hub`, `repo_id` (default: the folder's name) among them.
+            **push_options: Options of `push_to_hub`, including `repo_id` (default: the folder's name).
 
         Raises:
-            ConfigurationError: If a member was given as an object that came from nowhere and is not included, cannot be
-                written or would be overwritten; if a generation configuration cannot be saved; or if an option is
-                unknown. Nothing is written then.
+            ConfigurationError: If a member without an id or path is not included, cannot be written or would be
+                overwritten; if a generation configuration cannot be saved; or if an option is unknown. Nothing is
+                written in these cases.
         """
         if state_dict is not None or not safe_serialization:
             raise ConfigurationError(
@@ -63,7 +63,7 @@ class Saving:
             )
         if not is_main_process:
             return
-        # Stock wrappers hand on a token that nobody gave.
+        # Stock wrappers pass on a token of None.
         given = {key: value for key, value in push_options.items() if key != "token" or value is not None}
         known = set(inspect.signature(self.push_to_hub).parameters)
         if given and not (push_to_hub and known.issuperset(given)):
@@ -78,7 +78,7 @@ class Saving:
         repo_id = given.pop("repo_id", folder.name)
         plan = plan_save(self, include_members, folder)
         if push_to_hub:
-            # What could not be uploaded is not written either.
+            # An ensemble that cannot be uploaded is not written either.
             api = _connect(given.pop("token", None))
             pushed = plan_push(self, include_members, api)
         card = model_card(plan, folder.name, self.model_tags or (), api=None)
@@ -100,29 +100,29 @@ class Saving:
         max_shard_size: int | str = "50GB",
         tags: str | Sequence[str] | None = None,
     ) -> CommitInfo:
-        """Upload the ensemble to the Hub in one commit: what `save_pretrained` writes, with a README.
+        """Upload the ensemble to the Hub in one commit, with the files of `save_pretrained` and a README.
 
-        Members are named by their Hub ids and the commits that were loaded, or uploaded too. Nothing that belongs to
-        this machine is uploaded. A README that is in the repository already stays.
+        Members are named by their Hub ids and the loaded commits, or uploaded too. Nothing that belongs to this
+        machine is uploaded. An existing README in the repository stays.
 
         Args:
-            repo_id: Repository, made if there is none.
-            include_members: Whether to upload the members too. Needed for those that are no Hub ids.
+            repo_id: Repository; created if it does not exist.
+            include_members: Whether to upload the members too. Needed for members that are not Hub ids.
             commit_message: First line of the commit.
             commit_description: Description of the commit.
             private: Whether a new repository is private.
             token: Token of the Hub. Default: that of `hf auth login`.
-            revision: Branch to upload to, made if there is none.
+            revision: Branch to upload to; created if it does not exist.
             create_pr: Whether to propose the commit as a pull request.
-            max_shard_size: Most bytes of a file of an included member, or a size like `"5GB"`.
+            max_shard_size: Largest size of a file of an included member, in bytes or as `"5GB"`.
             tags: More tags for the README.
 
         Returns:
             The commit.
 
         Raises:
-            ConfigurationError: If a member lies on this machine and is not included, or its commit cannot be found;
-                before anything is uploaded. Otherwise as `save_pretrained`.
+            ConfigurationError: If a member is on this machine and not included, or its commit cannot be found, before
+                anything is uploaded. Otherwise as in `save_pretrained`.
             huggingface_hub.errors.HfHubHTTPError: If the Hub refuses.
         """
         api = _connect(token)
@@ -153,7 +153,7 @@ def _upload(
     create_pr: bool = False,
     tags: str | Sequence[str] | None = None,
 ) -> CommitInfo:
-    """Upload what was planned, in one commit; see `Saving.push_to_hub`."""
+    """Upload a plan in one commit; see `Saving.push_to_hub`."""
     all_tags = [*(plan.ensemble.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -163,7 +163,7 @@ def _upload(
             try:
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             except HfHubHTTPError as error:
-                # Who may not make branches may still propose a commit to one that is there.
+                # Users who may not create branches can still propose a commit to an existing one.
                 if not (create_pr and error.response.status_code == 403):
                     raise
         readme = _remote_card(api, repo_id, revision, all_tags) or model_card(plan, repo_id, all_tags, api)

@@ -1,4 +1,4 @@
-"""Members behind a server: their tokenizers and configurations are read here, and their servers asked."""
+"""Members behind a server: reads their tokenizers and configurations, and queries their servers."""
 
 import contextlib
 import os
@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 
 
 def check_served(items: Sequence[MemberConfig], api_key_env: Any, is_saved: bool, allow_remote: bool) -> None:
-    """Refuse served members that cannot be reached, or must not be, before anything is asked.
+    """Refuse served members that cannot or must not be contacted, before any request.
 
     Args:
-        items: The members, of which `api_key_env` is changed in place.
-        api_key_env: What `from_pretrained` was given: one name for every member that asks for a key, or one per member.
-        is_saved: Whether the members were saved, so that nobody has looked at them.
-        allow_remote: Whether saved members may be reached.
+        items: The members; their `api_key_env` is changed in place.
+        api_key_env: The argument of `from_pretrained`: one name for every member that asks for a key, or one per
+            member.
+        is_saved: Whether the members come from a saved ensemble, not from the user.
+        allow_remote: Whether saved members may be contacted.
 
     Raises:
-        ConfigurationError: If one must not be reached, its key must not be sent, or what reaches it is not installed.
+        ConfigurationError: If a member must not be contacted, its key must not be sent, or the needed package is not
+            installed.
     """
     for number, item in enumerate(items):
         if item.url is None:
@@ -45,7 +47,7 @@ def check_served(items: Sequence[MemberConfig], api_key_env: Any, is_saved: bool
 
 
 def _take_keys(items: Sequence[MemberConfig], given: Any, is_saved: bool) -> None:
-    """Take in the names of keys. Those that a saved ensemble names are sent only if the caller names them too."""
+    """Apply the names of keys. Keys that a saved ensemble names are sent only if the caller names them too."""
     names = listed("api_key_env", given, len(items))
     if names is None:
         names = [None if item.api_key_env is None else given for item in items]
@@ -69,7 +71,7 @@ def _take_keys(items: Sequence[MemberConfig], given: Any, is_saved: bool) -> Non
 
 
 def connect(item: MemberConfig, tokenizer: PreTrainedTokenizerBase, hub: Mapping[str, Any]) -> "ServedMember":
-    """Ask the server of a member, and read what is known of its model where the tokenizer is.
+    """Query the server of a member, and read its model's configuration beside the tokenizer.
 
     Args:
         item: The member.

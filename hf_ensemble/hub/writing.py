@@ -1,4 +1,4 @@
-"""Writing an ensemble's files, and nothing in them of the machine that they were written on."""
+"""Writes an ensemble's files, without anything about the machine they were written on."""
 
 import copy
 import json
@@ -15,22 +15,22 @@ from .quantized import is_from_gguf
 from .references import HUB_OPTIONS
 
 _OF_ONE_MACHINE = (*HUB_OPTIONS, "is_local", "name_or_path", "_name_or_path")
-"""What models and tokenizers may write of how they were loaded."""
+"""Keys that models and tokenizers may write about how they were loaded."""
 
 _ANY_TEXT = ("chat_template", "content")
-"""Texts that may look like a path and are none."""
+"""Texts that may look like a path but are not."""
 
 _IN_A_HOME = re.compile(r"/home/\w|/Users/\w|/root/\w|[A-Za-z]:\\Users\\|(?:^|[=:\s])~/\w")
-"""What paths within a home folder look like, whoever's it is."""
+"""Pattern of paths within any user's home folder."""
 
 
 def write_files(plan: SavePlan, folder: Path, max_shard_size: int | str, card: str | None) -> None:
-    """Write what was planned.
+    """Write the files of a plan.
 
     Args:
         plan: What to write.
-        folder: Where to; made if there is none.
-        max_shard_size: Most bytes of a file of a bundled member, or a size like `"5GB"`.
+        folder: The folder; created if it does not exist.
+        max_shard_size: Largest size of a file of a bundled member, in bytes or as `"5GB"`.
         card: Text of the README; None for no README.
     """
     folder.mkdir(exist_ok=True)
@@ -47,11 +47,11 @@ def write_files(plan: SavePlan, folder: Path, max_shard_size: int | str, card: s
         (folder / "README.md").write_text(card, "utf-8")
     plan.config.save_pretrained(folder)
     for file in folder.rglob("*config.json"):
-        # Again, without what is of one machine.
+        # Written again, without what belongs to one machine.
         values = json.loads(file.read_text("utf-8"))
         kept = _without_private(values)
         if "members" in values:
-            # These are checked: paths in them are to be found again.
+            # These are kept: their paths have to be found again.
             kept["members"] = values["members"]
         if kept != values:
             file.write_text(json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
@@ -59,7 +59,7 @@ def write_files(plan: SavePlan, folder: Path, max_shard_size: int | str, card: s
 
 def _write_model(member: Member, folder: Path, max_shard_size: int | str) -> None:
     base = base_model(member.model)
-    # A copy of the model's outside, since saving writes into its configuration.
+    # A shallow copy of the model, because saving writes into its configuration.
     model: Any = copy.copy(base)
     model.config = copy.deepcopy(base.config)
     if is_from_gguf(base):
@@ -68,7 +68,7 @@ def _write_model(member: Member, folder: Path, max_shard_size: int | str) -> Non
         model.hf_quantizer = None
     weights = weights_without_adapters(base)
     if weights is not None:
-        # Or the adapter alone would be written, or the model's weights under names of an adapter's.
+        # Otherwise only the adapter would be written, or the model's weights under an adapter's names.
         model._hf_peft_config_loaded, model._weight_conversions = False, None
     model.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
 
@@ -84,11 +84,11 @@ def _without_private(value: Any) -> Any:
 
 def _is_private(key: str, value: Any) -> bool:
     is_path = isinstance(value, str) and key not in _ANY_TEXT and _is_of_this_machine(value)
-    # Where labels have numbers, a label may have such a name.
+    # In a mapping of labels, a label may have such a name.
     return is_path or (key in _OF_ONE_MACHINE and type(value) is not int)
 
 
 def _is_of_this_machine(text: str) -> bool:
-    """Whether a text is a path that is there, or holds one within somebody's home: what else has slashes is no path."""
+    """Whether a text is an existing path, or contains one within a home folder; other slashes are no sign of a path."""
     is_there = os.path.isabs(text) and len(Path(text).parts) > 2 and os.path.exists(text)
     return is_there or str(Path.home()) in text or _IN_A_HOME.search(text) is not None

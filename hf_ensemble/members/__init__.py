@@ -1,1 +1,1 @@
-"""Members: models, their state for the rows of a call, and the caches behind it."""
+"""Members: models, their states for the rows of a call, and their caches."""

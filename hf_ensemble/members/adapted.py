@@ -1,4 +1,4 @@
-"""Models that carry adapters (LoRA and its like): which modules are whose, and models that share their weights."""
+"""Models with adapters such as LoRA: their modules, and models that share weights."""
 
 import copy
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 _OF_ADAPTERS = ("base_layer", "original_module", "token_adapter")
-"""What modules of adapters call what they are put around."""
+"""The name that adapter modules give the module they wrap."""
 
 
 def base_model(model: Any) -> Any:
-    """A model without what `torch.compile` and `peft` wrap around it; adapters stay in its modules."""
+    """Return a model without the wrappers of `torch.compile` and `peft`; adapters stay in its modules."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def wrapped_modules(model: Any) -> dict[str, Any]:
-    """The modules that `peft` put around others, by name."""
+    """Return the modules that `peft` wrapped around others, by name."""
     import peft
 
     kinds = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
@@ -26,7 +26,7 @@ def wrapped_modules(model: Any) -> dict[str, Any]:
 
 
 def active_adapters(model: Any) -> list[str]:
-    """Names of the adapters that act in a model."""
+    """Return the names of a model's active adapters."""
     configs = getattr(model, "peft_config", None) or {}
     if any(config.is_prompt_learning for config in configs.values()):
         return list(configs)
@@ -38,10 +38,10 @@ def active_adapters(model: Any) -> list[str]:
 
 
 def plain_weights(base: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that a model has without its adapters, by the names they have then.
+    """Return a model's weights without its adapters, by their plain names.
 
     Args:
-        base: The model that the adapters stand in.
+        base: The model with the adapters.
         weights: Its weights by their names.
     """
     wrapped = wrapped_modules(base)
@@ -62,7 +62,7 @@ def _plain_key(key: str, wrapped: Mapping[str, Any]) -> str | None:
 
 
 def identity_of_weights(model: Any) -> frozenset[tuple[str, int]]:
-    """Which tensors are a model's own weights, adapters aside: the same for models that share them."""
+    """Return the identity of a model's own weights, without adapters: equal for models that share them."""
     base = base_model(model)
     weights = dict(base.named_parameters(remove_duplicate=False))
     if getattr(model, "peft_config", None):
@@ -71,9 +71,9 @@ def identity_of_weights(model: Any) -> frozenset[tuple[str, int]]:
 
 
 def twin_of(model: Any) -> Any:
-    """Another model of the same modules, whose weights are the same tensors: none is copied.
+    """Return another model of the same modules with the same weight tensors; none is copied.
 
-    What is put into its modules afterwards, such as an adapter, is its own.
+    Changes to its modules afterwards, such as adding an adapter, affect only this model.
     """
     shared: dict[int, Any] = {}
     for module in model.modules():
@@ -86,7 +86,7 @@ def twin_of(model: Any) -> Any:
 
 
 def plain_twin(model: Any) -> Any:
-    """A twin without adapters, of a model as `base_model` gives it."""
+    """Return a twin without adapters, of a model from `base_model`."""
     twin = twin_of(model)
     wrapped = wrapped_modules(twin) if getattr(model, "peft_config", None) else {}
     for name, module in wrapped.items():
@@ -102,11 +102,11 @@ def plain_twin(model: Any) -> Any:
 
 
 def put_weights(model: torch.nn.Module, new: Mapping[int, torch.nn.Parameter]) -> None:
-    """Put other weights in the place of some, wherever a model has them.
+    """Replace some weights of a model everywhere.
 
     Args:
         model: The model.
-        new: The other weights, by the `id` of those that they replace.
+        new: The new weights, by the `id` of those they replace.
     """
     for module in model.modules():
         held = vars(module)["_parameters"]
@@ -114,7 +114,7 @@ def put_weights(model: torch.nn.Module, new: Mapping[int, torch.nn.Parameter]) -
 
 
 def trained_weights(model: torch.nn.Module) -> list[tuple[Tensor, bool]]:
-    """A model's weights and whether they are trained, to be put back by `restore_trained`."""
+    """Return a model's weights and whether they are trained, for `restore_trained`."""
     return [(weight, weight.requires_grad) for weight in model.parameters()]
 
 
@@ -125,13 +125,13 @@ def restore_trained(flags: list[tuple[Tensor, bool]]) -> None:
 
 
 def states_of_weights(model: torch.nn.Module) -> list[tuple[int, int]]:
-    """What changes when somebody writes into a model's weights, or puts others in their place."""
+    """Return a value that changes when a model's weights are written to or replaced."""
     return [(address_of(weight), weight._version) for weight in model.parameters()]
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where a tensor's numbers lie."""
+    """Return the memory address of a tensor."""
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # of tensors that only stand for others
+    except RuntimeError:  # for tensors that only wrap others
         return id(tensor)

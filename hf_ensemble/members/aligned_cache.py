@@ -1,4 +1,4 @@
-"""The caches of an encoder-decoder model: every row begins at the first place."""
+"""The caches of an encoder-decoder model: every row begins at position 0."""
 
 import copy
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ _States = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class _Batch:
-    """What some rows that ran together hold. It never changes.
+    """The cached data of rows that ran together. It never changes.
 
     Attributes:
-        encoded: What the encoder made of their sources, of shape `(num_rows, longest, width)`.
+        encoded: The encoder's states of their sources, of shape `(num_rows, longest, width)`.
         source_mask: 1 where a source has an id, of shape `(num_rows, longest)`.
-        own: What the decoder's layers hold of the rows' ids; nothing before the first forward pass.
-        cross: What they hold of the sources, likewise.
+        own: The decoder layers' cache of the rows' ids; empty before the first forward pass.
+        cross: Their cache of the sources; empty before the first forward pass.
     """
 
     encoded: Tensor
@@ -38,7 +38,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of a batch; the source that it has."""
+    """A row of a batch, and its source."""
 
     start: SourceStart
     batch: _Batch
@@ -48,10 +48,10 @@ class _Row:
 class AlignedRows(CachedRows):
     """Rows of an encoder-decoder model, each of which begins with a `SourceStart`.
 
-    The encoder runs once for every distinct source, when a row that has it first runs; what it made follows the rows.
+    The encoder runs once for every distinct source, when its first row runs; its output follows the rows.
 
-    Decoders of this kind take the place of an id in their cache for its position. So all rows begin at place 0, and ids
-    that some of the rows lack are computed again for the others, which costs little where texts grow side by side.
+    These decoders use an id's place in the cache as its position. So all rows begin at place 0, and ids that some rows
+    lack are computed again for the others, which costs little when texts grow together.
 
     Args:
         model: The model.
@@ -64,11 +64,11 @@ class AlignedRows(CachedRows):
         self.mode = mode
         self._model = model
         self._rows: list[_Row | None] = [None] * num_rows
-        self._batch: _Batch | None = None  # of which the cache is; nobody else writes into its room
+        self._batch: _Batch | None = None  # the batch of the cache; only it writes into the spare room
         self._cache: EncoderDecoderCache | None = None
 
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
-        """Bring rows to their texts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
+        """Bring rows to their texts; returns logits of shape `(num_rows, num_logits, vocab_size)` after their last ids."""
         running = [row for row, wanted in enumerate(num_last) if wanted]
         self._read_sources({row: texts[row][0] for row in running})
         new_texts = [texts[row] for row in running]
@@ -81,7 +81,7 @@ class AlignedRows(CachedRows):
         batch = self._batch_of(running, start)
         cache = None if self.mode == "recompute" else self._cache_of(batch, start)
         ends = [len(text) - start for text in new_texts]
-        # Nothing reads what stands behind the end of a row.
+        # Nothing reads beyond the end of a row.
         ids = torch.tensor(
             [[*text[start:], *[0] * (max(ends) - end)] for text, end in zip(new_texts, ends, strict=True)]
         )
@@ -106,7 +106,7 @@ class AlignedRows(CachedRows):
         return logits.new_zeros(len(texts), *logits.shape[1:]).index_copy_(0, there, logits)
 
     def _read_sources(self, starts: dict[int, int]) -> None:
-        """Let the encoder read what no row has had before; a row whose source has changed begins anew."""
+        """Let the encoder read new sources; a row whose source has changed starts over."""
         known = {row.start: row for row in self._rows if row is not None}
         wanted = {row: _start_of([start]) for row, start in starts.items()}
         new = [start for start in dict.fromkeys(wanted.values()) if start not in known]
@@ -116,7 +116,7 @@ class AlignedRows(CachedRows):
         for row, start in wanted.items():
             held = self._rows[row]
             if held is None or held.start != start:
-                # Of another row it takes what the encoder made, no more.
+                # It takes only the encoder's states from another row.
                 self._rows[row] = known[start]
                 self.cached[row] = []
 
@@ -145,7 +145,7 @@ class AlignedRows(CachedRows):
         return _Batch(encoded, mask, own, gathered([row.batch.cross for row in rows], None))
 
     def _cache_of(self, batch: _Batch, start: int) -> EncoderDecoderCache:
-        """A cache that holds the first `start` ids of a batch and goes on from there."""
+        """A cache that holds the first `start` ids of a batch and can continue from there."""
         if batch is self._batch and self._cache is not None:
             held: Any = self._cache.self_attention_cache
             for layer in held.layers:
@@ -158,7 +158,7 @@ class AlignedRows(CachedRows):
         return EncoderDecoderCache(own, cross)
 
     def fork(self, rows: Sequence[int]) -> "AlignedRows":
-        """Rows of their own that continue from these."""
+        """Return independent rows that continue from these."""
         self._give_up_room()
         twin = copy.copy(self)
         twin.cached = list(map(list, self.cached))
@@ -166,7 +166,7 @@ class AlignedRows(CachedRows):
         return twin
 
     def adopt(self, fork: "AlignedRows", rows: Sequence[int | None]) -> None:
-        """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
+        """Let row n continue from row `rows[n]` of a fork; None leaves it unchanged."""
         fork._give_up_room()
         for place, row in enumerate(rows):
             if row is not None:
@@ -178,7 +178,7 @@ class AlignedRows(CachedRows):
         self.cached = [list(self.cached[row]) for row in rows]
 
     def _give_up_room(self) -> None:
-        """Never write again into what others may hold."""
+        """Never again write into tensors that others may hold."""
         self._batch = self._cache = None
 
 
@@ -199,12 +199,12 @@ def _layer(layer: DynamicLayer, keys: Tensor, values: Tensor) -> DynamicLayer:
 
 
 def _gathered(places: Sequence[tuple[Tensor, int]], dim: int, length: int | None = None) -> Tensor:
-    """Rows of tensors as one tensor; those that are shorter along one dimension are filled with zeros at its end.
+    """Rows of tensors as one tensor; shorter ones are filled with zeros at the end of one dimension.
 
     Args:
         places: Tensors of shape `(num_rows, ...)`, and the row of each.
         dim: That dimension of a row.
-        length: How much of it is wanted. Default: as much as the longest has.
+        length: Its length in the result. Default: the longest.
     """
     first = places[0][0]
     if all(tensor is first for tensor, _ in places):

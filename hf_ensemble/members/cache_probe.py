@@ -1,4 +1,4 @@
-"""Finding by trial how a member's cache can follow a text."""
+"""Finds by trial how a member's cache can follow a text."""
 
 import logging
 import math
@@ -22,34 +22,34 @@ _STEPS = (
     ((1, 6), (2, 7)),
     ((1, 7), (2, 8)),
 )
-"""Of which text two rows hold how many ids, at steps that grow, roll back and branch off."""
+"""The text and number of ids of two rows, at steps that grow, roll back and branch off."""
 
 NewRows = Callable[[int, str], CachedRows]
-"""Makes caches for a number of rows in a cache mode."""
+"""Creates caches for a number of rows in a cache mode."""
 
 
 def find_cache_mode(
     member: MemberModel, ids: Sequence[int], new_rows: NewRows, modes: Sequence[str], start: Sequence[int] = ()
 ) -> tuple[str, bool]:
-    """Find the first cache mode in which a member gives the logits that it gives without a cache.
+    """Find the first cache mode in which a member returns the same logits as without a cache.
 
     Args:
         member: The member.
         ids: `NUM_TRIAL_IDS` of its ids, none of which is a control token.
-        new_rows: Makes caches.
+        new_rows: Creates caches.
         modes: The modes to try, the fastest first.
-        start: Ids that every row begins with, where the member's have to.
+        start: Ids that every row of the member has to begin with, if any.
 
     Returns:
-        The mode, and whether that is final: not so if there was not enough memory to try a better one.
+        The mode, and whether it is final: not if memory did not suffice to try a better one.
 
     Raises:
-        MemberError: If the member fails, or gives NaN or infinite logits, without a cache too.
+        MemberError: If the member fails, or returns NaN or infinite logits, without a cache too.
     """
     texts = [[*start, *text] for text in (ids[:5], [*ids[:3], *ids[6:]], ids[2:])]
     is_training = member.model.training
     devices = [member.device] if member.device.type == "cuda" else []
-    # What dropout draws must not move the user's generators.
+    # Dropout must not advance the user's generators.
     with torch.no_grad(), torch.random.fork_rng(devices, enabled=is_training):
         expected = _logits_without_cache(texts, new_rows, len(start))
         if not bool(expected.logsumexp(-1).isfinite().all()):
@@ -109,15 +109,15 @@ def _first_that_works(
 
 
 def tolerance_of(member: MemberModel) -> float:
-    """How far rounding may move a member's logits, as a share of their spread; a wrong cache moves them by most of it."""
+    """The largest effect of rounding on a member's logits, as a share of their spread; wrong caches have a larger one."""
     if getattr(member.model, "is_quantized", False):
-        return 0.4  # 8-bit activations are rounded by what else is in the batch: 0.3 was seen
+        return 0.4  # rounding of 8-bit activations depends on the rest of the batch: 0.3 was seen
     is_exact = member.model.dtype == torch.float32 and not torch.is_autocast_enabled(member.device.type)
     return 1e-3 if is_exact else 0.1
 
 
 def distance_of_logits(found: Tensor, expected: Tensor) -> float:
-    """How far logits are from others, as a share of their spread: the most at any step; infinite if other ids are ruled out."""
+    """The largest distance of logits from others at any step, as a share of their spread."""
     is_out = expected == -torch.inf
     if not torch.equal(found == -torch.inf, is_out):
         return math.inf
@@ -126,7 +126,7 @@ def distance_of_logits(found: Tensor, expected: Tensor) -> float:
 
 
 def _logits_without_cache(texts: Sequence[list[int]], new_rows: NewRows, num_before: int) -> Tensor:
-    """What `_logits_in_mode` has to give, from one forward for each text."""
+    """The expected result of `_logits_in_mode`, from one forward pass per text."""
     logits = new_rows(len(texts), "recompute").forward(texts, [len(ids) for ids in texts])
     seen = [
         torch.stack([logits[text, num_before + num - 1 - len(texts[text])] for text, num in step]) for step in _STEPS

@@ -1,4 +1,4 @@
-"""Arithmetic as CUDA graphs, since launching its many small kernels takes longer than running them."""
+"""Arithmetic as CUDA graphs, because launching its many small kernels takes longer than running them."""
 
 import gc
 import threading
@@ -14,36 +14,37 @@ from torch import Tensor
 from .. import messages
 
 _NUM_EAGER_STEPS = 2
-"""Steps of the same shapes before a graph is captured: short calls need none, and they serve as its warm-up."""
+"""Number of steps of the same shapes before a graph is captured; they are its warm-up, and short calls need no graph.
+"""
 
 _MOST_GRAPHS = 16
-"""Sets of shapes for which graphs are kept."""
+"""Number of sets of shapes for which graphs are kept."""
 
 _capturing = threading.Lock()
 _in_use: dict[tuple[int, int], threading.RLock] = {}
 
 
 def lock_of(stream: torch.cuda.Stream) -> threading.RLock:
-    """The lock of whoever launches on a stream.
+    """Return the lock for launches on a stream.
 
-    Torch hands out the same few streams again and again; a launch on one on which another thread captures spoils both.
+    Torch reuses a few streams. A launch on a stream on which another thread captures spoils both.
     """
     return _in_use.setdefault((stream.device_index, stream.cuda_stream), threading.RLock())
 
 
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture what is launched on the current device, while other threads go on launching on their own.
+    """Capture launches on the current device, while other threads keep launching on their own.
 
-    One thread captures at a time, since each waits for the whole device first, which would spoil another's capture.
+    One thread captures at a time, because each waits for the whole device first, which would spoil another capture.
 
     Args:
-        graph: Takes what is launched.
-        pool: Scratch memory, for graphs of which one at a time runs.
-        stream: The stream to capture on. Graphs that were captured on one stream may share scratch memory of libraries, so
-            that they must not run at the same time.
+        graph: Receives the launches.
+        pool: Scratch memory for graphs that never run at the same time.
+        stream: The stream to capture on. Graphs captured on one stream may share scratch memory of libraries, so they
+            must not run at the same time.
     """
-    torch.cuda.current_blas_handle()  # a thread's first one can't be made while it captures
+    torch.cuda.current_blas_handle()  # a thread's first one cannot be created during a capture
     graphing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
     with lock_of(stream), _capturing, _no_collection(), graphing:
         yield
@@ -51,7 +52,7 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Let the garbage collector wait: a graph that it frees in this thread would spoil a capture."""
+    """Pause the garbage collector: freeing a graph in this thread would spoil a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -71,14 +72,14 @@ class _Graph:
 
 
 class Captured:
-    """Calls a function of tensors; on CUDA through a graph, once arguments of the same shapes have come a few times.
+    """Calls a function of tensors; on CUDA through a graph, once the same shapes have occurred a few times.
 
-    There is one graph for each set of shapes. The buffers belong to this object, so calls at the same time need one
-    each.
+    There is one graph for each set of shapes. The buffers belong to this object, so concurrent calls need separate
+    objects.
 
     Args:
-        function: Does the same kernels whenever the shapes are the same, with no look at the host.
-        can_capture: False to call it as it is.
+        function: Runs the same kernels whenever the shapes are the same, and reads nothing on the host.
+        can_capture: False to call it directly.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], can_capture: bool):
@@ -90,7 +91,7 @@ class Captured:
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
-        """As `function`. The results are the caller's own."""
+        """As `function`. The results belong to the caller."""
         device = next((argument.device for argument in arguments if argument is not None), torch.device("cpu"))
         if device.type != "cuda" or not self._can_capture or torch.cuda.is_current_stream_capturing():
             return self._function(*arguments)

@@ -1,4 +1,4 @@
-"""An encoder-decoder model of this process, such as a translation model, as a member beside others."""
+"""An encoder-decoder model of this process, such as a translation model, as a member."""
 
 import copy
 import difflib
@@ -23,7 +23,7 @@ from .source import SourceStart
 
 
 def languages_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """The languages that a tokenizer is set to, by the options that set them; empty where it has none."""
+    """Return the languages that a tokenizer is set to, by their options; empty if it has none."""
     found = {key: getattr(tokenizer, key, None) for key in ("src_lang", "tgt_lang")}
     return {key: language for key, language in found.items() if isinstance(language, str)}
 
@@ -31,20 +31,20 @@ def languages_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 class EncoderDecoderMember(EncoderDecoderModel, LocalMember):
     """An encoder-decoder model of this process with its tokenizer: an assistant beside causal language models.
 
-    Its encoder reads a source, once a row: the row's own plain text (`member_prompts`), else the last user turn, else the
-    prompt. Its decoder reads nothing but what is written.
+    Its encoder reads a source, once per row: the row's own plain text (`member_prompts`), else the last user turn,
+    else the prompt. Its decoder reads only what has been written.
 
     Args:
         model: A sequence-to-sequence language model.
-        tokenizer: Its fast tokenizer, with the languages set where it has some.
-        name: Name used in errors. Default: the last part of the model's `name_or_path`, else its class.
-        extra_eos_token_ids: Ids that end a text besides those of its generation config.
-        chat_template: Refused: of a conversation it reads the last user turn.
-        system_prompt: Refused likewise.
+        tokenizer: Its fast tokenizer, with its languages set if it has any.
+        name: Name in errors. Default: the last part of the model's `name_or_path`, else its class.
+        extra_eos_token_ids: More ids that end a text, in addition to its generation config's.
+        chat_template: Refused, because it reads only the last user turn of a conversation.
+        system_prompt: Refused for the same reason.
 
     Raises:
-        ConfigurationError: If the model cannot be run so, or the tokenizer's target language is not set.
-        VocabularyError: If the tokenizer cannot be understood.
+        ConfigurationError: If the model cannot run as a member, or the tokenizer's target language is not set.
+        VocabularyError: If the tokenizer is not supported.
     """
 
     offers = frozenset({Offer.ROWS, Offer.ENTRIES, Offer.EMBEDDINGS, Offer.SPANS, Offer.ANSWERS, Offer.LIKELIHOODS})
@@ -88,7 +88,7 @@ class EncoderDecoderMember(EncoderDecoderModel, LocalMember):
         return int(first[0] if isinstance(first, (list, tuple)) else first)
 
     def _first_ids(self) -> list[int]:
-        """What every text starts from: the decoder's start, then its language or what the generation config forces."""
+        """The first ids of every text: the decoder's start, then the language or another forced id."""
         start, language = self._decoder_start(), self._language_id()
         if language is None:
             forced = getattr(self.generation_config, "forced_bos_token_id", None)
@@ -97,13 +97,13 @@ class EncoderDecoderMember(EncoderDecoderModel, LocalMember):
         return [language] if start in self._language_ids() else [start, language]
 
     def _language_ids(self) -> set[int]:
-        """Control tokens that have no role but that of a language or the like."""
+        """Control tokens that only name a language or the like."""
         tokenizer = self.tokenizer
         roles = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id")
         return set(tokenizer.all_special_ids) - {getattr(tokenizer, role, None) for role in roles}
 
     def _language_id(self) -> int | None:
-        """The token of the language that is written; None for a tokenizer without languages."""
+        """The token of the target language; None for a tokenizer without languages."""
         if not hasattr(self.tokenizer, "tgt_lang"):
             return None
         language = self.tokenizer.tgt_lang
@@ -136,7 +136,7 @@ class EncoderDecoderMember(EncoderDecoderModel, LocalMember):
         return self.model.get_decoder().get_input_embeddings()
 
     def read(self, prompt: RowPrompt, resync: Resync) -> TargetContext:
-        """Take the source out of a prompt, and start a text from it; see `Member.read`.
+        """Take the source from a prompt, and start a text with it; see `Member.read`.
 
         Raises:
             ConfigurationError: If the source is longer than the encoder has learned positions for.
@@ -164,7 +164,7 @@ class EncoderDecoderMember(EncoderDecoderModel, LocalMember):
 
     @cached_property
     def at_text_start(self) -> Member | None:
-        """The member whose entries have lost a leading space; None where its tokenizer puts none before a first word."""
+        """The member whose entries have lost a leading space; None if its tokenizer puts none before a first word."""
         if not self.encoder.inserts_space:
             return None
         twin = copy.copy(self)

@@ -19,12 +19,12 @@ class EncoderDecoderModel(MemberModel):
 
     @cached_property
     def max_positions(self) -> int | None:
-        """How many ids fit the decoder's learned positions; None where nothing breaks beyond a length."""
+        """How many ids fit the decoder's learned positions; None if there is no limit."""
         return self._positions_of(self.model.get_decoder())
 
     @cached_property
     def max_source_positions(self) -> int | None:
-        """How many ids fit the encoder's learned positions; None where nothing breaks beyond a length."""
+        """How many ids fit the encoder's learned positions; None if there is no limit."""
         return self._positions_of(self.model.get_encoder())
 
     def run_encoder(self, sources: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ class EncoderDecoderModel(MemberModel):
 
         Args:
             ids: New ids, of shape `(num_rows, num_new)`.
-            encoded: What the encoder made of the rows' sources, of shape `(num_rows, longest, width)`.
+            encoded: The encoder's states of the rows' sources, of shape `(num_rows, longest, width)`.
             source_mask: 1 where a source has an id, of shape `(num_rows, longest)`.
             cache: The cache, extended in place; None to use none.
 

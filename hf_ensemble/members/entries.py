@@ -1,4 +1,4 @@
-"""What a member says of a step where it does not send a whole row of logits: few ids with their logits."""
+"""The result of a step for a member that does not send whole rows of logits: a few ids with their logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from ..mixing import Duplicates
 
 @dataclass(frozen=True, eq=False)
 class EntryIds:
-    """Which ids of a member take part in a method, and which of them stand for the same entry.
+    """Which ids of a member take part in a method, and which of them are the same entry.
 
     Attributes:
         mask: 0 for ids that take part and `-inf` for the others, of shape `(vocab_size,)`.
-        duplicates: Ids that stand for the same entry; EOS included.
+        duplicates: Ids that are the same entry, including EOS.
         eos_ids: Ids that end a text, of shape `(num_eos,)`.
     """
 
@@ -28,15 +28,14 @@ class EntryIds:
 class Entries:
     """Some ids of every row with their logits, on the CPU.
 
-    Ids that stand for the same entry stand here together, so that the entry's logit can be summed up.
+    Ids of the same entry are all included, so that the entry's logit can be summed up.
 
     Attributes:
         ids: Of shape `(num_rows, num_ids)`; -1 for none.
-        logits: In float32, of the same shape. Log-probabilities serve where a member tells no more.
-        normalizers: Logsumexp of all the member's logits, of shape `(num_rows,)`; NaN or infinite where these are. None
-            where nobody knows it.
-        contenders: For each row ids of further entries, which may be among the best once all their ids are known. Empty
-            where there are none.
+        logits: In float32, of the same shape. Log-probabilities if a member gives no logits.
+        normalizers: Logsumexp of all the member's logits, of shape `(num_rows,)`; NaN or infinite where these are.
+            None if unknown.
+        contenders: For each row, ids of further entries that may be among the best once all their ids are known.
     """
 
     ids: Tensor
@@ -45,15 +44,15 @@ class Entries:
     contenders: Sequence[Sequence[int]] = ()
 
     def beside(self, other: "Entries") -> "Entries":
-        """These and others of the same rows."""
+        """Return these and others of the same rows."""
         ids, logits = torch.cat([self.ids, other.ids], dim=-1), torch.cat([self.logits, other.logits], dim=-1)
         return Entries(ids, logits, self.normalizers)
 
     def spread(self, width: int, device: torch.device | None = None) -> Tensor:
-        """Rows of logits, of shape `(num_rows, width)`: `-inf` for ids that are not here, and 0 in a row without any."""
+        """Return rows of logits, of shape `(num_rows, width)`: `-inf` for missing ids, and 0 in a row without any."""
         rows = torch.full((len(self.ids), width), -torch.inf, device=device)
         rows[(self.ids < 0).all(-1).nonzero()[:, 0].to(rows.device)] = 0.0
-        # What is where is found on the CPU: on a GPU somebody would wait for it.
+        # Positions are found on the CPU, because a GPU would have to be waited for.
         row, place = (self.ids >= 0).nonzero(as_tuple=True)
         at = row.to(rows.device), self.ids[row, place].to(rows.device)
         rows[at] = self.logits[row, place].to(rows.device)

@@ -23,11 +23,11 @@ from .static_buffers import BufferPool
 from .static_cache import StaticRows
 
 _MAX_MODES = 8
-"""States of a model, such as with one adapter or another, for which it is kept how its cache can be used."""
+"""Number of states of a model, such as with different adapters, for which the cache mode is kept."""
 
 
 _NUM_PROBES = 64
-"""Weights of each tensor that are part of a member's description."""
+"""Number of weights of each tensor in a member's description."""
 
 
 class LocalMember(MemberModel, Member):
@@ -36,24 +36,24 @@ class LocalMember(MemberModel, Member):
     Args:
         model: A causal language model.
         tokenizer: Its fast tokenizer.
-        name: Name used in errors. Default: the last part of the model's `name_or_path`, else its class.
-        extra_eos_token_ids: Ids that end a text besides those of its generation config.
-        chat_template: A template in place of the tokenizer's own.
-        system_prompt: A system turn in place of every conversation's; empty for none.
+        name: Name in errors. Default: the last part of the model's `name_or_path`, else its class.
+        extra_eos_token_ids: More ids that end a text, in addition to its generation config's.
+        chat_template: A template to use instead of the tokenizer's own.
+        system_prompt: A system turn to use instead of every conversation's; empty for none.
 
     Attributes:
-        shared: The members with which it shares its weights; None where there are none.
+        shared: The members with which it shares its weights; None if there are none.
 
     Raises:
-        ConfigurationError: If the model is no decoder-only causal language model.
-        VocabularyError: If the tokenizer cannot be understood.
+        ConfigurationError: If the model is not a decoder-only causal language model.
+        VocabularyError: If the tokenizer is not supported.
     """
 
     offers = ALL_OFFERS
     kind = "a causal language model of this process"
     runs_in_loop = True
     cache_modes: ClassVar[Sequence[str]] = CACHE_MODES
-    """Modes that its cache may have, the fastest first and `recompute` last."""
+    """The possible cache modes, the fastest first and `recompute` last."""
 
     def __init__(
         self,
@@ -111,15 +111,15 @@ class LocalMember(MemberModel, Member):
 
     @property
     def cache_mode(self) -> str:
-        """How the member's cache can follow a text that changes at its end.
+        """How the member's cache follows a text that changes at its end.
 
-        `static`: a cache of fixed size, with steps captured as CUDA graphs (on a GPU). `fused`: the same with kernels of
-        its own, for the kinds of models that are known. `repack`: one cache for all rows,
-        each row moved to the right edge. `row_chunks`, `row_tokens`: one cache a row with snapshots, fed in chunks or
-        token by token (recurrent and hybrid models). `recompute`: no cache.
+        `static`: a cache of fixed size, with steps captured as CUDA graphs (on a GPU). `fused`: the same with our own
+        kernels, for known kinds of models. `repack`: one cache for all rows, each row moved to the right edge.
+        `row_chunks`, `row_tokens`: one cache per row with snapshots, fed in chunks or token by token (recurrent and
+        hybrid models). `recompute`: no cache.
 
-        Found by trying it on a few ids, and again when the model has changed since, which takes a look at the whole
-        model: ask once a call. What is set here stays.
+        It is found by a trial on a few ids, and again after the model has changed. Checking for changes looks at the
+        whole model, so ask once per call. A mode that you set stays.
         """
         if self._given_mode is not None:
             return self._given_mode
@@ -147,18 +147,18 @@ class LocalMember(MemberModel, Member):
         self._given_mode = mode
 
     def trial_ids(self) -> list[int]:
-        """Ids that write text, to try out with what its caches can do."""
+        """Ids that write text, for the trial of its caches."""
         text_ids = (self.encoder.token_bytes.kinds == TEXT).nonzero()[0]
         return [int(text_ids[(n * 7919 + 13) % len(text_ids)]) for n in range(NUM_TRIAL_IDS)]
 
     def _trial_start(self) -> Sequence[int]:
-        """Ids that a text has to begin with where caches are tried."""
+        """Ids that a trial text has to begin with."""
         return ()
 
     @property
     def is_captured(self) -> bool:
         """Whether its steps run as CUDA graphs."""
-        # Elsewhere no other mode is asked about, so that finding it, by a trial, can wait.
+        # On other devices, finding the mode by a trial can wait.
         is_possible = self._given_mode is not None or self.device.type == "cuda"
         return is_possible and self.cache_mode in CAPTURED_MODES
 
@@ -170,7 +170,7 @@ class LocalMember(MemberModel, Member):
 
         Args:
             num_rows: Number of rows.
-            num_expected: Number of ids by which each row is expected to grow.
+            num_expected: Expected number of new ids per row.
             mode: The cache mode; default: the member's.
         """
         if mode is None and self.shared is not None and self.cache_mode == "repack":
@@ -188,5 +188,5 @@ class LocalMember(MemberModel, Member):
         return BufferPool(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy makes its buffers anew: they hold graphs of a device.
+        # A copy creates its own buffers, because they hold graphs of a device.
         return {key: value for key, value in vars(self).items() if key != "buffer_pool"}

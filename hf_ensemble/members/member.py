@@ -1,4 +1,4 @@
-"""What an ensemble sees of a member, whatever its kind."""
+"""The interface of members, whatever their kind."""
 
 import math
 from abc import ABC, abstractmethod
@@ -21,13 +21,13 @@ from .tokenized import TokenizedMember
 
 @dataclass(frozen=True)
 class RowPrompt:
-    """The prompt of one row. Each kind of member reads the part that is meant for it.
+    """The prompt of one row. Each kind of member reads its part of it.
 
     Attributes:
-        text: What the primary's ids write.
-        own: The member's own plain text in its place; None where it has none.
-        conversation: The conversation that the ids stand for; None where they stand for none.
-        is_open: Whether a word that follows takes no space: the text is empty, or ends in white space, or the ids end in a
+        text: The text of the primary's ids.
+        own: The member's own plain text in its place; None if it has none.
+        conversation: The conversation behind the ids; None if there is none.
+        is_open: Whether the next word takes no space: the text is empty or ends in white space, or the ids end in a
             control token.
     """
 
@@ -42,9 +42,9 @@ class OwnAnswer:
     """A whole answer that a member wrote by itself.
 
     Attributes:
-        ids: Its ids, that which ended it included.
-        end: What ended it: a control token, or text such as a stop string; None where it was cut.
-        log_prob: Its log-probability by the member's own distribution; None where that is not known.
+        ids: Its ids, including the one that ended it.
+        end: What ended it: a control token, or text such as a stop string; None if it was cut.
+        log_prob: Its log-probability by the member's own distribution; None if unknown.
     """
 
     ids: tuple[int, ...]
@@ -54,13 +54,13 @@ class OwnAnswer:
 
 @dataclass(frozen=True)
 class OwnText:
-    """A text whose likelihood a member is asked for.
+    """A text for which to ask a member's likelihood.
 
     Attributes:
-        prompt: Ids that stand before it, at least one.
+        prompt: Ids before it, at least one.
         ids: Its ids.
-        end_ids: Ids one of which has to follow it; None where it need not end.
-        where: What errors call it: "in continuation 3".
+        end_ids: Ids, one of which has to follow it; None if it need not end.
+        where: Its place in errors: "in continuation 3".
     """
 
     prompt: Sequence[int]
@@ -85,36 +85,36 @@ class OwnLikelihood:
 class Member(TokenizedMember, ABC):
     """A language model with its tokenizer, as an ensemble sees it.
 
-    Each kind (a model of this process, one with an encoder, one elsewhere) has a file of its own. What can be asked of a
-    member is in `offers`; asking for more is refused before anything runs.
+    Each kind (a model of this process, one with an encoder, one elsewhere) has its own file. `offers` lists what a
+    member can provide; asking for more is refused before anything runs.
 
     Neither the model nor the tokenizer, nor their configurations, are ever changed.
 
     Args:
-        name: Name used in errors.
+        name: Name in errors.
         tokenizer: Its fast tokenizer.
         vocab_size: Number of ids that the model has logits for.
-        eos_token_ids: Ids that end a text; those that the model has no row for are left out.
-        chat_template: A template in place of the tokenizer's own.
-        system_prompt: A system turn in place of every conversation's; empty for none.
+        eos_token_ids: Ids that end a text; ids without a row in the model are left out.
+        chat_template: A template to use instead of the tokenizer's own.
+        system_prompt: A system turn to use instead of every conversation's; empty for none.
 
     Attributes:
-        offers: What it can be asked for.
-        model: The model, where it is a causal one of this process; None elsewhere.
-        config: The model's configuration; of a served one maybe no more than its size.
-        generation_config: The model's generation config; None where there is none.
-        encoder: Which of its ids write given bytes.
+        offers: What it can provide.
+        model: The model, if it is a causal one of this process; None otherwise.
+        config: The model's configuration; for a served one possibly only its size.
+        generation_config: The model's generation config; None if there is none.
+        encoder: Finds its ids that write given bytes.
         renderer: How it reads a conversation.
 
     Raises:
-        VocabularyError: If the tokenizer cannot be understood.
+        VocabularyError: If the tokenizer is not supported.
     """
 
     offers: ClassVar[frozenset[Offer]]
     runs_in_loop: ClassVar[bool] = False
-    """Whether it can be the primary whose passes the stock loop runs; else its own state runs it at every step."""
+    """Whether the stock loop can run it as the primary; otherwise its own state runs it at every step."""
     is_served: ClassVar[bool] = False
-    """Whether it is behind a server, which is asked by requests."""
+    """Whether it is behind a server."""
     writes_by_itself: ClassVar[bool] = False
     """Whether it writes whole answers by itself, not as an ensemble of one."""
     model: Any = None
@@ -126,7 +126,7 @@ class Member(TokenizedMember, ABC):
     @property
     @abstractmethod
     def kind(self) -> str:
-        """What errors say of it after its name: "a causal language model of this process"."""
+        """Its kind in errors: "a causal language model of this process"."""
 
     @property
     @abstractmethod
@@ -141,21 +141,21 @@ class Member(TokenizedMember, ABC):
     @property
     @abstractmethod
     def num_parameters(self) -> int:
-        """How large it is, by which drafters are chosen."""
+        """Its size, by which drafters are chosen."""
 
     @property
     @abstractmethod
     def max_positions(self) -> int | None:
-        """How many ids it can read; None where nothing breaks beyond a length."""
+        """Number of ids it can read; None if there is no limit."""
 
     @property
     def max_length(self) -> float:
-        """`max_positions` as a number to compare with: infinite where nothing breaks beyond a length."""
+        """`max_positions` as a number to compare with; infinite if there is no limit."""
         return math.inf if self.max_positions is None else self.max_positions
 
     @property
     def context_length(self) -> int | None:
-        """For how many ids its model was made; None where its configuration does not say."""
+        """Number of ids that its model was made for; None if its configuration does not say."""
         length: int | None = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return length
 
@@ -166,30 +166,30 @@ class Member(TokenizedMember, ABC):
 
     @property
     def place(self) -> Hashable:
-        """Where it runs: members of different places can write whole answers at the same time."""
+        """Its place: members in different places can write whole answers at the same time."""
         return self.device
 
     def description(self) -> Any:
-        """What makes it another member, as a JSON value: for files that are found again by it."""
+        """A JSON value that identifies it, for files that depend on the member."""
         raise NotImplementedError
 
     def check_size(self) -> None:
-        """Look whether the member still has the vocabulary with which the ensemble was made.
+        """Check that the member still has the vocabulary that the ensemble was created with.
 
         Raises:
-            ConfigurationError: If it has not.
+            ConfigurationError: If it does not.
         """
         return
 
     def refuse(self, asked: Iterable[Offer], by: str) -> None:
-        """Refuse what the member cannot give.
+        """Refuse what the member cannot provide.
 
         Args:
             asked: What is asked of it.
-            by: Who asks, for the error: "method 'gac'".
+            by: What asks, for the error: "method 'gac'".
 
         Raises:
-            ConfigurationError: If it cannot give one of them.
+            ConfigurationError: If it cannot provide one of them.
         """
         for one in sorted(set(asked) - self.offers, key=lambda one: one.name):
             raise ConfigurationError(
@@ -198,47 +198,47 @@ class Member(TokenizedMember, ABC):
             )
 
     def check_method(self, config: MethodConfig) -> None:
-        """Refuse options of a method that it offers but not to this extent.
+        """Refuse options of a method that exceed what it provides.
 
         Args:
             config: The method's options.
 
         Raises:
-            ConfigurationError: If there are such.
+            ConfigurationError: If there are any.
         """
         return
 
     def accepts(self, keyword: str) -> bool:
-        """Whether the model's forward has a parameter of this name, where the stock loop runs it."""
+        """Whether the model's forward has a parameter of this name, if the stock loop runs it."""
         return False
 
     def sends_entries(self, needs_whole_rows: bool) -> bool:
-        """Whether it sends few entries where these will do, since its rows travel far or it has none.
+        """Whether it sends few entries if these are enough, because whole rows are expensive or impossible.
 
         Args:
-            needs_whole_rows: Whether somebody reads more than the entries that a method asks for.
+            needs_whole_rows: Whether more is read than the entries that a method asks for.
         """
         return False
 
     @property
     def at_text_start(self) -> "Member | None":
-        """The member as it is where a text begins and a first word takes no space; None where that changes nothing."""
+        """The member's variant for the beginning of a text, where a first word takes no space; None if it is the same."""
         return None
 
     # What it reads and computes
 
     def read(self, prompt: RowPrompt, resync: Resync) -> MemberContext:
-        """Make the member's context of a prompt, as an assistant.
+        """Create the member's context of a prompt, as an assistant.
 
-        A context is ids, and all that a state, a fork or a likelihood knows of a row: a member that reads something
-        beside them, such as a source, puts that in front of its ids.
+        A context is ids, and it is all that a state, a fork or a likelihood knows about a row. A member that reads
+        something else too, such as a source, puts it in front of its ids.
 
         Args:
             prompt: The prompt.
             resync: How the context follows the text.
 
         Raises:
-            ConfigurationError: If the chat template refuses the conversation, or what it reads does not fit.
+            ConfigurationError: If the chat template refuses the conversation, or its prompt does not fit.
         """
         if prompt.own is None and prompt.conversation is not None:
             return MemberContext.of_ids(self.encoder, self.renderer.ids(prompt.conversation), resync)
@@ -251,7 +251,7 @@ class Member(TokenizedMember, ABC):
 
         Args:
             num_rows: Number of rows.
-            num_expected: Number of ids by which each row is expected to grow.
+            num_expected: Expected number of new ids per row.
             mode: The cache mode; default: the member's.
         """
 
@@ -269,27 +269,27 @@ class Member(TokenizedMember, ABC):
         """Write a whole answer after each context, of a member that `writes_by_itself`.
 
         Args:
-            contexts: What it has read, a row an answer.
+            contexts: One context per answer.
             settings: The options.
-            seeds: Of each answer; None where nothing is drawn.
+            seeds: Seed of each answer; None without sampling.
 
         Returns:
             An answer for each context.
 
         Raises:
-            ConfigurationError: If it does not know an option.
+            ConfigurationError: If it does not support an option.
             MemberError: If it fails.
         """
         raise NotImplementedError
 
     def likelihoods(self, texts: Sequence[OwnText]) -> list[OwnLikelihood] | None:
-        """Say how likely texts are, where the member says so itself and not by its logits.
+        """Return how likely texts are, if the member computes this itself rather than by its logits.
 
         Args:
             texts: The texts.
 
         Returns:
-            What it says of each; None for a member whose logits are read.
+            The likelihood of each; None for a member whose logits are read.
 
         Raises:
             MemberError: If it fails.
@@ -299,14 +299,14 @@ class Member(TokenizedMember, ABC):
     # Its life
 
     def close(self) -> None:
-        """Give back what it holds outside of this process, without which it cannot run any more; here, nothing."""
+        """Release what it holds outside of this process; it cannot run afterwards. By default, nothing."""
         return
 
     def restart(self) -> None:
-        """Bring it back where it has died.
+        """Restart it after it has died.
 
         Raises:
-            ConfigurationError: If it lives in this process, or nothing here can start it.
+            ConfigurationError: If it runs in this process, or cannot be started from here.
         """
         raise ConfigurationError(
             f"member {self.name!r} cannot be restarted: it is {self.kind}, which this process did not start."
@@ -315,7 +315,7 @@ class Member(TokenizedMember, ABC):
     # What goes wrong
 
     def not_finite(self, where: str) -> MemberError:
-        """Make the error for NaN or infinite logits; `where` goes on "in row 0 at step 1"."""
+        """Return the error for NaN or infinite logits; `where` goes on "in row 0 at step 1"."""
         return messages.not_finite(self.name, self.dtype, where)
 
 
@@ -326,14 +326,14 @@ def end_ids_of(
     tokenizer: PreTrainedTokenizerBase,
     extra: Iterable[int],
 ) -> list[int]:
-    """Ids that end a member's texts: those of the generation config, else of the model's, else of the tokenizer.
+    """Return the ids that end a member's texts: of its generation config, else its model's, else its tokenizer.
 
     Args:
         name: The member's name.
         generation_config: Its generation config, if there is one.
         config: Its model's configuration, if there is one.
         tokenizer: Its tokenizer.
-        extra: Ids that end a text besides.
+        extra: More ids that end a text.
     """
     sources = (generation_config, config, tokenizer)
     found = next((i for i in (getattr(source, "eos_token_id", None) for source in sources) if i is not None), None)
@@ -349,20 +349,20 @@ def end_ids_of(
 
 
 def ids_in(given: Any) -> list[int]:
-    """The ids of an option that takes one or several, such as `eos_token_id`; empty for None."""
+    """Return the ids of an option that takes one or several, such as `eos_token_id`; empty for None."""
     return [] if given is None else list(torch.as_tensor(given).flatten().tolist())
 
 
 def refuse_missing_offers(members: Sequence[Member], config: MethodConfig, participants: Collection[int]) -> None:
-    """Refuse a method that asks members for what they cannot give.
+    """Refuse a method that asks members for what they cannot provide.
 
     Args:
         members: The members; the first is the primary.
         config: The method's options.
-        participants: Numbers of the members that may have a weight.
+        participants: Indices of the members that may have a weight.
 
     Raises:
-        ConfigurationError: If one cannot give it, naming the method, the member and the remedy.
+        ConfigurationError: If a member cannot; names the method, the member and the remedy.
     """
     members[0].refuse({Offer.PRIMARY}, "the ensemble")
     for index in sorted(participants):

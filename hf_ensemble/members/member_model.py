@@ -1,4 +1,4 @@
-"""A member's model, as its caches see it."""
+"""A member's model, for its caches."""
 
 import inspect
 import itertools
@@ -18,23 +18,23 @@ from .adapted import address_of
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 
 _POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings")
-"""What configurations call a number of positions; the last two where encoder and decoder differ."""
+"""Names of the number of positions in configurations; the last two if encoder and decoder differ."""
 
 
 class MemberModel:
-    """A causal language model that is run on ids, their positions and a cache. It is never changed.
+    """A causal language model that runs on ids, their positions and a cache. It is never changed.
 
     Args:
         model: A causal language model.
-        name: Name used in errors. Default: the last part of the model's `name_or_path`, else its class.
+        name: Name in errors. Default: the last part of the model's `name_or_path`, else its class.
 
     Attributes:
         vocab_size: Width of the model's logits.
-        cache_keyword: What its forward calls the cache.
-        cache_obstacles: Why faster ways to keep its cache were not taken, by cache mode, once that was tried.
+        cache_keyword: The name of the cache in its forward.
+        cache_obstacles: Why faster cache modes were not chosen, by mode, after the trial.
 
     Raises:
-        ConfigurationError: If the model is no decoder-only causal language model.
+        ConfigurationError: If the model is not a decoder-only causal language model.
     """
 
     has_encoder: ClassVar[bool] = False
@@ -78,7 +78,7 @@ class MemberModel:
 
     @cached_property
     def max_positions(self) -> int | None:
-        """How many ids fit the member's learned position embeddings; None where nothing breaks beyond a length."""
+        """How many ids fit the member's learned position embeddings; None if there is no limit."""
         return self._positions_of(self.model)
 
     def _positions_of(self, part: torch.nn.Module) -> int | None:
@@ -91,14 +91,14 @@ class MemberModel:
             for module in part.modules()
             if isinstance(module, torch.nn.Embedding) and id(module) not in token_embeddings
         ]
-        # OPT and its relatives keep two rows more than they have positions.
+        # OPT and similar models have two more rows than positions.
         return min((limit for limit in limits if {limit, limit + 2} & set(tables)), default=None)
 
     def check_size(self) -> None:
-        """Look whether the model still has the vocabulary with which the ensemble was made.
+        """Check that the model still has the vocabulary that the ensemble was created with.
 
         Raises:
-            ConfigurationError: If it has not.
+            ConfigurationError: If it does not.
         """
         self._check_width(self._width_of_head())
 
@@ -160,7 +160,7 @@ class MemberModel:
         return logits[:, -num_logits:].to(self.device)
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """What changes when somebody moves, casts or replaces the model's weights, or changes what its modules do."""
+        """A value that changes when the model's weights are moved, cast or replaced, or its modules change behaviour."""
         kind = self.device.type
         found: list[Any] = [
             self.model.config._attn_implementation,
@@ -172,12 +172,12 @@ class MemberModel:
                 if tensor is not None:
                     found += address_of(tensor), tensor.dtype
             found += id(module), module.training, *own["_forward_hooks"], *own["_forward_pre_hooks"]
-            # Replaced by hand or by accelerate; and of adapters: which are on.
+            # Replaced by hand or by accelerate, and which adapters are active.
             found += id(own.get("forward")), own.get("_disable_adapters"), str(own.get("_active_adapter"))
         return tuple(found)
 
     def warn_uncaptured(self, reason: str) -> None:
-        """Say that the member's steps do not run as CUDA graphs, and why."""
+        """Warn that the member's steps do not run as CUDA graphs, and why."""
         messages.warn(
             f"steps of member {self.name!r} ({type(self.model).__name__}) are not captured as CUDA graphs, so they take "
             f"longer: {reason}."
@@ -188,7 +188,7 @@ def input_device(model: Any) -> torch.device:
     """The device that a model's input ids go to."""
     weight = model.get_input_embeddings().weight
     if weight.is_meta:
-        # Weights that wait on the disk or in the host's memory are brought to where the others are.
+        # Weights on disk or in the host's memory are moved to the others' device.
         tensors = itertools.chain(model.parameters(), model.buffers())
         weight = next(tensor for tensor in tensors if not tensor.is_meta)
     device: torch.device = weight.device
@@ -196,25 +196,25 @@ def input_device(model: Any) -> torch.device:
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold a weight's numbers: those that a quantiser packed it into, else the weight itself."""
+    """The tensors of a weight: those that a quantiser packed it into, or else the weight itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     return [part for name in tensor.__tensor_flatten__()[0] for part in plain_tensors(getattr(tensor, name))]
 
 
 def tensors_of(models: Iterable[torch.nn.Module]) -> list[Tensor]:
-    """The tensors that hold the numbers of models' weights and buffers, each once."""
+    """The tensors of models' weights and buffers, each once."""
     weights = {id(weight): weight for model in models for weight in (*model.parameters(), *model.buffers())}
     return [tensor for weight in weights.values() for tensor in plain_tensors(weight)]
 
 
 def _is_offloaded(model: torch.nn.Module) -> bool:
-    """Whether weights are somewhere else, from where accelerate brings them when a module runs."""
+    """Whether weights are offloaded, so that accelerate loads them when a module runs."""
     return any("_hf_hook" in vars(module) for module in model.modules())
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, says that memory has run out."""
+    """Whether an error, or its cause, says that memory has run out."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error):
             return True
@@ -223,7 +223,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _forward_parameters(model: torch.nn.Module) -> set[str]:
-    """What a model's forward can be given by name; what wrapper after wrapper hands on counts."""
+    """The named parameters of a model's forward, through all wrappers."""
     names: set[str] = set()
     for module in model.modules():
         parameters = inspect.signature(type(module).forward).parameters

@@ -1,4 +1,4 @@
-"""One model that can be several members at once, each in its own rows: adapters on one set of weights."""
+"""One model for several members at once, each in its own rows: adapters on one set of weights."""
 
 import copy
 import threading
@@ -12,14 +12,14 @@ from .adapted import active_adapters, base_model, plain_twin, restore_trained, t
 from .member_model import MemberModel
 
 _PLAIN = "__base__"
-"""What `peft` calls the model without an adapter."""
+"""The name in `peft` for the model without an adapter."""
 
 
 class MixedModel(MemberModel):
-    """The members' common weights with all their adapters, of which each row of a batch uses one or none.
+    """The members' common weights with all their adapters; each row of a batch uses one adapter or none.
 
-    Nothing of it is its own: weights and adapters are the members' tensors. Which row uses which adapter is known to the
-    thread that runs it, and no adapter is ever switched on or off.
+    Weights and adapters are the members' tensors. The thread that runs it knows which row uses which adapter, and no
+    adapter is ever switched on or off.
 
     Args:
         members: Members that share their weights and can mix.
@@ -34,7 +34,7 @@ class MixedModel(MemberModel):
         return id(member.model) in self._names
 
     def run(self, members: Sequence[MemberModel], counts: Sequence[int], *inputs: Any) -> Tensor:
-        """Run it as `forward` does, where so many rows after one another are each member's.
+        """Run it like `forward`, with consecutive rows for each member.
 
         Args:
             members: The members.
@@ -63,19 +63,19 @@ def _mixed(members: Sequence[MemberModel], names: Mapping[int, str], of_thread: 
         config.inference_mode, config.init_lora_weights = True, False
         with torch.random.fork_rng(devices=[]):
             peft.inject_adapter_in_model(config, model, adapter_name=name, low_cpu_mem_usage=True)
-        del model.peft_config  # or the next one is warned of
+        del model.peft_config  # otherwise the next one causes a warning
         _take_weights(model, name, base, acting[0])
     restore_trained(flags)
     for module in wrapped_modules(model).values():
         if isinstance(module, peft.utils.other.AuxiliaryTrainingWrapper):
-            # It looks whether it knows what is active, and then does what the row says.
+            # It checks that it knows the active adapter, and then uses the row's.
             module._active_adapter = []
         module.register_forward_pre_hook(_Names(of_thread), with_kwargs=True)
     return model.eval()
 
 
 def can_mix(member: MemberModel) -> bool:
-    """Whether a member may run beside others in one batch: as it is, or with one LoRA adapter that is no DoRA."""
+    """Whether a member can share a batch with others: without an adapter, or with one LoRA other than DoRA."""
     base = base_model(member.model)
     if member.model.training or not getattr(base, "peft_config", None):
         return not member.model.training
@@ -88,7 +88,7 @@ def can_mix(member: MemberModel) -> bool:
 
 
 def _take_weights(model: Any, name: str, base: Any, of_base: str) -> None:
-    """Put a member's tensors in place of those that an adapter was made with."""
+    """Replace the tensors that an adapter was created with by a member's."""
     for key, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         parts = key.split(".")
         if name in parts:
@@ -108,7 +108,7 @@ def _child(module: Any, name: str) -> Any:
 
 
 class _Names:
-    """Tells a module of adapters, before it runs, which of them each row uses.
+    """Tells a module with adapters, before it runs, which of them each row uses.
 
     Args:
         of_thread: Holds the names of this thread's rows.

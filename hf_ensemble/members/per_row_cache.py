@@ -1,4 +1,4 @@
-"""One cache a row, for members whose cache cannot be cut."""
+"""One cache per row, for members whose cache cannot be cut."""
 
 import copy
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _NUM_SNAPSHOTS = 8
 
 
 class SeparateRows(CachedRows):
-    """One cache a row, for members whose cache cannot be cut: snapshots, or nothing cached at all."""
+    """One cache per row, for members whose cache cannot be cut: with snapshots, or without any cache."""
 
     can_be_cut = False
 
@@ -26,7 +26,7 @@ class SeparateRows(CachedRows):
         self._rows = [_SeparateRow() for _ in range(num_rows)]
 
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
-        """Bring rows to their texts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
+        """Bring rows to their texts; returns logits of shape `(num_rows, num_logits, vocab_size)` after their last ids."""
         self.num_forwards = 0
         logits = [
             self._forward_row(row, text, wanted)
@@ -67,22 +67,22 @@ class SeparateRows(CachedRows):
         return self.member.forward(torch.tensor([ids], device=device), positions, None, cache, num_logits)
 
     def hold(self) -> None:
-        """Keep a snapshot of the rows as they are now."""
+        """Keep a snapshot of the current rows."""
         for row in self._rows:
             row.hold()
 
     def fork(self, rows: Sequence[int]) -> "SeparateRows":
-        """Rows of their own that continue from these."""
+        """Return independent rows that continue from these."""
         twin = copy.copy(self)
         twin.cached = [list(self.cached[row]) for row in rows]
         twin._rows = [self._rows[row].twin() for row in rows]
         return twin
 
     def adopt(self, fork: "SeparateRows", rows: Sequence[int | None]) -> None:
-        """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
+        """Let row n continue from row `rows[n]` of a fork; None leaves it unchanged."""
         for place, row in enumerate(rows):
             if row is not None:
-                # A state that several rows continue from is needed once each.
+                # If several rows continue from a state, each needs its own copy.
                 self._rows[place] = fork._rows[row].twin() if row in rows[:place] else fork._rows[row]
                 self.cached[place] = list(fork.cached[row])
 
@@ -94,11 +94,11 @@ class SeparateRows(CachedRows):
 
 @dataclass
 class _SeparateRow:
-    """A cache, and snapshots to roll back to. The last of these is of what is in the cache."""
+    """A cache, and snapshots to roll back to. The last snapshot equals the cache."""
 
     cache: Cache | None = None
     logits: Tensor | None = None
-    _snapshots: list[tuple[int, Cache | None]] = field(default_factory=list)  # of how many ids each is
+    _snapshots: list[tuple[int, Cache | None]] = field(default_factory=list)  # the number of ids of each
     _held: tuple[int, Cache | None] | None = None
 
     def take_snapshot(self, num_ids: int) -> None:
@@ -110,7 +110,7 @@ class _SeparateRow:
         self._held = self._snapshots[-1] if self._snapshots else None
 
     def twin(self) -> "_SeparateRow":
-        # The state itself is restored from a snapshot. These never change, so both may hold the same ones.
+        # The state itself is restored from a snapshot. Snapshots never change, so both may share them.
         return replace(self, cache=None, _snapshots=list(self._snapshots))
 
     def roll_back(self, num_kept: int, num_ids: int) -> int:
@@ -121,7 +121,7 @@ class _SeparateRow:
             num_ids: How many are in the cache.
 
         Returns:
-            How many are left there; the caller computes the others again.
+            How many are left; the caller computes the others again.
         """
         if self.cache is not None and num_ids <= num_kept:
             return num_ids

@@ -43,7 +43,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def give_up_room(self) -> None:
-        """Never write in place again into what others may hold."""
+        """Never again write in place into tensors that others may hold."""
         self._with_room = {}
 
     def part(self, start: int, stop: int) -> "RoomyLayer":
@@ -125,7 +125,7 @@ class RepackedRows(CachedRows):
         self.cache.layer_class_to_replicate = RoomyLayer
 
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
-        """Bring rows to their texts; logits of shape `(num_rows, num_logits, vocab_size)` after the last ids of each."""
+        """Bring rows to their texts; returns logits of shape `(num_rows, num_logits, vocab_size)` after their last ids."""
         num_cached = self._num_cached_of(texts)
         num_new = most_new(texts, num_cached, num_last)
         kept = [max(0, len(text) - num_new) for text in texts]
@@ -198,7 +198,7 @@ class RepackedRows(CachedRows):
         return layers
 
     def fork(self, rows: Sequence[int]) -> "RepackedRows":
-        """Rows of their own that continue from these."""
+        """Return independent rows that continue from these."""
         twin = copy.copy(self)
         twin.cached = list(map(list, self.cached))
         # Both may hold the same tensors, as long as neither writes into them.
@@ -210,7 +210,7 @@ class RepackedRows(CachedRows):
         return twin
 
     def adopt(self, fork: "RepackedRows", rows: Sequence[int | None]) -> None:
-        """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
+        """Let row n continue from row `rows[n]` of a fork; None leaves it unchanged."""
         num_rows = len(self.cached)
         self.join(fork)
         self.select([place if row is None else num_rows + row for place, row in enumerate(rows)])
@@ -266,8 +266,8 @@ def forward_together(
 ) -> list[Tensor] | None:
     """Bring the rows of several members to their texts, in one forward pass of a model that can be all of them.
 
-    Every member's rows keep a cache of their own. While the members go on together these are parts of one tensor, which
-    grows in place; where one has gone its own way since, all are put together anew.
+    Every member's rows keep their own cache. While the members advance together, these are parts of one tensor, which
+    grows in place; if one has diverged, all are joined again.
 
     Args:
         forward: Runs that model, given ids, positions, mask, cache, and the number of logits.
@@ -342,7 +342,7 @@ def _held(layer: RoomyLayer, name: str, count: int, like: Tensor) -> Tensor:
 
 
 def _common_room(layers: Sequence[RoomyLayer], name: str, counts: Sequence[int], width: int) -> Tensor | None:
-    """The tensor that all layers hold their rows of, from its first position on; None where there is none."""
+    """The tensor that all layers hold their rows of, from its first position on; None if there is none."""
     room = layers[0]._with_room.get(name)
     if room is None or room.shape[0] != sum(counts):
         return None

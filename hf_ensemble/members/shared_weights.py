@@ -1,4 +1,4 @@
-"""Members that share one set of weights, as adapters on one model do, and run in one forward pass where they can."""
+"""Members that share one set of weights, such as adapters on one model, and run in one forward pass if possible."""
 
 import logging
 import threading
@@ -19,14 +19,14 @@ from .repacked_cache import RepackedRows, forward_together, num_new_ids
 logger = logging.getLogger(__name__)
 
 _MOST_AGAIN = 8
-"""How many ids a row may read once more, so that it can go along with others that have more new ones."""
+"""Number of ids that a row may read again, to run along with rows that have more new ids."""
 
 
 class SharedWeights:
     """Members that share their weights.
 
-    What is asked of them waits until one is waited for: then all that are asked run in one forward pass, if a trial has
-    found that they can, else one after the other.
+    Requests wait until the result of one is needed. Then all requested members run in one forward pass, if a trial
+    found that they can, or else one after the other.
 
     Args:
         members: The members.
@@ -50,9 +50,9 @@ class SharedWeights:
         self._begin()
 
     def mixed_model(self) -> MixedModel | None:
-        """A model that is all members that can mix at once, as they are now; None where there can be none.
+        """A model for all members that can currently share a batch; None if there are none.
 
-        It takes a look at all of them: ask once a call.
+        It checks all members, so ask once per call.
         """
         made_for = [member.fingerprint() for member in self._members]
         with self._lock:
@@ -77,15 +77,15 @@ class SharedWeights:
         logger.info("members %s in one forward pass: distance %.2g", names, distance)
         return mixed if distance <= tolerance_of(members[0]) else None
 
-    # What waits
+    # Waiting requests
 
     def wait(self, rows: "SharedRows") -> None:
-        """Let rows wait until some are waited for."""
+        """Let rows wait until some results are needed."""
         self._waiting.append(weakref.ref(rows))
 
     @property
     def _waiting(self) -> list[Any]:
-        """What this thread has asked: another has calls of its own."""
+        """This thread's requests; other threads have their own calls."""
         try:
             waiting: list[Any] = self._of_thread.waiting
         except AttributeError:
@@ -93,7 +93,7 @@ class SharedWeights:
         return waiting
 
     def run(self) -> None:
-        """Run all that wait."""
+        """Run all waiting rows."""
         waiting, self._of_thread.waiting = self._waiting, []
         asked = [rows for rows in (reference() for reference in waiting) if rows is not None and rows.asked]
         if len(asked) > 1 and not all(rows.has_looked for rows in asked):
@@ -114,7 +114,7 @@ class SharedWeights:
 
 
 class SharedRows(CachedRows):
-    """A cache of its own for one of the members that share weights; forward passes are for all of them.
+    """The cache of one of the members that share weights; forward passes are for all of them.
 
     Args:
         shared: The members.
@@ -123,7 +123,7 @@ class SharedRows(CachedRows):
     Attributes:
         asked: What is asked and has not run.
         num_new: How many ids each row takes for that.
-        mixed: The model that is several members at once, this one among them; None where there is none.
+        mixed: The model that is several members at once, this one among them; None if there is none.
         has_looked: Whether that has been looked for.
     """
 
@@ -144,8 +144,8 @@ class SharedRows(CachedRows):
         return self.own.cached
 
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
-        """Ask for every row to be brought to its text: it is once somebody waits for these logits or for another's."""
-        # What is asked again takes the place of what has not run.
+        """Request every row to be brought to its text; this runs once these or another member's logits are needed."""
+        # A new request replaces one that has not run.
         self.num_forwards = 0 if self.asked else 1
         self.asked = self.own, list(map(list, texts)), list(num_last)
         self.num_new = num_new_ids(self.asked)
@@ -156,19 +156,19 @@ class SharedRows(CachedRows):
         return nothing.expand(len(texts), max(num_last), member.vocab_size)
 
     def collect(self, logits: Tensor) -> Tensor:
-        """Run what waits, and give the logits."""
+        """Run the waiting requests, and return the logits."""
         self._settle()
         assert self._logits is not None
         logits, self._logits = self._logits, None
         return logits
 
     def run_alone(self) -> None:
-        """Run what was asked by the member itself."""
+        """Run the request by the member alone."""
         _, texts, num_last = self.asked
         self.take(self.own.forward(texts, num_last))
 
     def take(self, logits: Tensor) -> None:
-        """Take what was asked for."""
+        """Take the requested result."""
         self.asked, self._logits = None, logits
 
     def _settle(self) -> None:
@@ -181,14 +181,14 @@ class SharedRows(CachedRows):
         self.own.select(rows)
 
     def fork(self, rows: Sequence[int]) -> "SharedRows":
-        """Rows of their own that continue from these."""
+        """Return independent rows that continue from these."""
         self._settle()
         twin = SharedRows(self._shared, self.own.fork(rows))
         twin.mixed, twin.has_looked = self.mixed, self.has_looked
         return twin
 
     def adopt(self, fork: "SharedRows", rows: Sequence[int | None]) -> None:
-        """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
+        """Let row n continue from row `rows[n]` of a fork; None leaves it unchanged."""
         self._settle()
         fork._settle()
         self.own.adopt(fork.own, rows)
@@ -206,7 +206,7 @@ def _run_together(mixed: MixedModel, together: Sequence[SharedRows]) -> bool:
 
 
 def _distance(members: Sequence[MemberModel], mixed: MixedModel, ids: Sequence[int]) -> float:
-    """How far the members' logits in one batch are from those of each by itself, at a prompt and at a step after it."""
+    """The distance of the members' logits in one batch from those of each alone, at a prompt and at a step after it."""
     alone = [RepackedRows(member, 1) for member in members]
     beside = [RepackedRows(member, 1) for member in members]
     distance = 0.0
@@ -224,7 +224,7 @@ def _distance(members: Sequence[MemberModel], mixed: MixedModel, ids: Sequence[i
 
 
 def join_members(members: Sequence[Any]) -> None:
-    """Let members know of those with which they share their weights, where some of them carry adapters.
+    """Tell members which others share their weights, if some of them have adapters.
 
     Args:
         members: Distinct members that run models of this process.
@@ -243,7 +243,7 @@ def join_members(members: Sequence[Any]) -> None:
 
 
 def can_share_pass(member: Any, others: Iterable[Any]) -> bool:
-    """Whether a step of a member can be part of one forward pass with a step of some of the others."""
+    """Whether a step of a member can share a forward pass with a step of some of the others."""
     shared = getattr(member, "shared", None)
     is_beside = any(other is not member and getattr(other, "shared", None) is shared for other in others)
     return shared is not None and is_beside and member.cache_mode == "repack"

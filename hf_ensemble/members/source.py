@@ -7,8 +7,8 @@ from typing import Any
 class SourceStart(int):
     """The id that an encoder-decoder model's text starts with, together with the source of that text.
 
-    It is the id of the decoder start in every respect but one: two are equal only if their sources are. So a row of ids
-    says by itself what its logits depend on, and whatever compares, cuts, copies or branches rows works as ever.
+    It acts as the id of the decoder start, except that two are equal only if their sources are. So a row of ids
+    contains everything its logits depend on, and code that compares, cuts, copies or branches rows works unchanged.
 
     Args:
         start_id: The model's decoder start.

@@ -17,25 +17,25 @@ from .transfer import sent
 
 @dataclass
 class PlainContext:
-    """Ids that whoever holds them changes."""
+    """Ids that their owner changes."""
 
     ids: list[int]
 
 
 class MemberState:
-    """A member's caches for the rows of a call: brings every row to its context and gives the logits after it.
+    """A member's caches for the rows of a call: brings every row to its context and returns the logits after it.
 
     Args:
         member: The member.
-        contexts: One context a row: whatever has `ids`.
+        contexts: One context per row: any object with `ids`.
         mode: The cache mode; default: the member's.
-        num_expected: Number of ids by which each row is expected to grow.
+        num_expected: Expected number of new ids per row.
 
     Attributes:
-        contexts: What each row is brought to when its logits are asked for; others may be put in their place, of which
-            only what is new is computed.
+        contexts: The context that each row is brought to when its logits are requested. They may be replaced; only
+            what is new is computed.
         num_forwards: Number of forward passes so far.
-        where: Says where a row is, for errors; None where nobody does.
+        where: Returns the position of a row, for errors; None if unused.
     """
 
     def __init__(self, member: Member, contexts: Sequence[Any], mode: str | None = None, num_expected: int = 0):
@@ -47,11 +47,11 @@ class MemberState:
         self._num_expected = num_expected
         self._logits: Tensor | None = None
         self._is_pending = False
-        self._has_logits = [False] * len(self.contexts)  # whether `_logits` are those after what is cached of a row
+        self._has_logits = [False] * len(self.contexts)  # whether `_logits` are up to date with a row's cache
 
     @cached_property
     def caches(self) -> CachedRows:
-        """The caches; made when they are first needed, since finding the mode runs the member."""
+        """The caches; created on first use, because finding the mode runs the member."""
         return self.member.new_rows(len(self.contexts), self._num_expected, self._mode)
 
     @property
@@ -63,17 +63,17 @@ class MemberState:
         """Bring rows to their contexts and return the logits after their last ids.
 
         Only what differs from the cached contexts is computed: each row rolls back to the longest common prefix and
-        takes what is new, all rows in one forward where the member's cache allows.
+        reads what is new, all rows in one forward pass if the member's cache allows.
 
         Args:
-            num_last: Number of last ids after each of which logits are wanted; or one such number a row.
-            rows: Rows that are wanted; the others stay where they are and catch up when they are wanted. Default: all.
-                All are run the first time.
+            num_last: Number of last ids with logits, for all rows or one per row.
+            rows: The wanted rows; the others stay as they are and catch up later. Default: all. The first time, all
+                rows run.
 
         Returns:
             Logits of shape `(num_rows, vocab_size)` for the number 1, else `(num_rows, num_last, vocab_size)` with the
-            greatest of the numbers, on the member's device: each row's stand at the right edge, and what is before them
-            has no meaning. Nor have those of rows that were not wanted.
+            greatest of the numbers, on the member's device. Each row's logits are at the right edge; what is before
+            them, and rows that were not wanted, have no meaning.
         """
         self.start(num_last, rows)
         self._collect()
@@ -83,11 +83,11 @@ class MemberState:
         return self._logits[:, -(num_last if isinstance(num_last, int) else max(num_last)) :]
 
     def start(self, num_last: int | Sequence[int] = 1, rows: Sequence[int] | None = None) -> None:
-        """Start what `logits` with the same arguments waits for, so that members run side by side."""
+        """Start the work for `logits` with the same arguments, so that members run side by side."""
         of_rows = [num_last] * len(self.contexts) if isinstance(num_last, int) else list(num_last)
         held, fresh = self.caches.cached, self._up_to_date()
         wanted = set(range(len(held)) if rows is None else rows)
-        # A row of nothing but padding is no input for a model.
+        # A model cannot run a row of padding only.
         wanted.update(row for row, ids in enumerate(held) if not ids)
         if wanted <= fresh and self._logits is not None and self._logits.shape[1] >= max(of_rows):
             return
@@ -98,15 +98,15 @@ class MemberState:
         self.num_forwards += self.caches.num_forwards
         self._has_logits = [row in wanted for row in range(len(texts))]
 
-    # Of members that send few entries in place of whole rows
+    # For members that send few entries instead of whole rows
 
     def start_entries(self, count: int, rows: Sequence[int], entry_ids: EntryIds) -> None:
-        """Start what `entries` waits for.
+        """Start the work for `entries`.
 
         Args:
             count: Number of best entries of each row.
             rows: Rows that are wanted.
-            entry_ids: Which ids take part, and make an entry together.
+            entry_ids: Which ids take part, and which of them are the same entry.
         """
         if self.where is not None:
             self.caches.where = self.where
@@ -114,15 +114,15 @@ class MemberState:
         self.num_forwards += 1
 
     def entries(self) -> Entries:
-        """The best entries of the rows that were wanted, all ids of each and of EOS, and the normalizers."""
+        """Return the best entries of the wanted rows, with all ids of each and of EOS, and the normalizers."""
         return self.caches.entries()
 
     def start_logits_of(self, ids: Sequence[Sequence[int]]) -> None:
-        """Start what `logits_of` waits for: the logits of these ids, for each of the rows that were wanted."""
+        """Start the work for `logits_of`: the logits of these ids, for each wanted row."""
         self.caches.start_logits_of(ids)
 
     def logits_of(self) -> Entries:
-        """The ids that were asked for, with their logits."""
+        """Return the requested ids with their logits."""
         return self.caches.logits_of()
 
     def know(self, row: int, logits: Tensor) -> None:
@@ -143,7 +143,7 @@ class MemberState:
             self._has_logits[row] = True
 
     def run_ahead(self, last_ids: Tensor) -> bool:
-        """Start the step after one more id of every row before the host knows it, where the cache allows.
+        """Start the step after one more id of every row before the host knows it, if the cache allows.
 
         The contexts must grow by these ids before they are read again; if they do not, say so by `forget_ahead`.
 
@@ -164,18 +164,18 @@ class MemberState:
         return True
 
     def forget_ahead(self) -> None:
-        """Roll back what ran ahead with ids that the host never learns."""
+        """Roll back a step that ran ahead with ids that the host never learns."""
         for row, ids in enumerate(self.caches.cached):
             while ids and ids[-1] == AHEAD:
                 ids.pop()
                 self._has_logits[row] = False
 
     def num_cached(self, row: int, context: Any) -> int:
-        """How many leading ids of a context are in the cache of a row."""
+        """Return the number of leading ids of a context in a row's cache."""
         return self.caches.num_cached(row, context.ids)
 
     def _up_to_date(self) -> set[int]:
-        """The rows whose contexts are what is cached, with the logits after it."""
+        """The rows whose contexts equal the cache, with the logits after it."""
         return {
             row
             for row, (context, has_logits) in enumerate(zip(self.contexts, self._has_logits, strict=True))
@@ -188,7 +188,7 @@ class MemberState:
             self._logits = self.caches.collect(self._logits)
 
     def fork(self, rows: Sequence[int], contexts: Sequence[Any]) -> "MemberState":
-        """Return a state of its own that continues from row `rows[n]` in its row n, where it follows `contexts[n]`."""
+        """Return an independent state whose row n continues from row `rows[n]` and follows `contexts[n]`."""
         self._collect()
         twin = copy.copy(self)
         twin.caches = self.caches.fork(rows)
@@ -198,7 +198,7 @@ class MemberState:
         return twin
 
     def adopt(self, fork: "MemberState", rows: Sequence[int | None]) -> None:
-        """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay as it is."""
+        """Let row n continue from row `rows[n]` of a fork; None leaves it unchanged."""
         self._collect()
         fork._collect()
         self.caches.adopt(fork.caches, rows)
@@ -218,7 +218,7 @@ class MemberState:
         self._has_logits += [False] * len(contexts)
 
     def join(self, other: "MemberState") -> None:
-        """Let the rows of another state of the member, which nobody uses any more, stand after these."""
+        """Append the rows of another state of the member, which is not used afterwards."""
         states = (self, other)
         if any("caches" in vars(state) for state in states):
             for state in states:
@@ -228,13 +228,13 @@ class MemberState:
             self.caches.join(other.caches)
         self.contexts += other.contexts
         self.num_forwards += other.num_forwards
-        # Rows that have theirs already are few: the others are about to read what was written last.
+        # Few rows have their logits already; the others are about to read the last id.
         self._logits, self._has_logits = None, [False] * len(self.contexts)
 
     def select(self, rows: Sequence[int], contexts: Sequence[Any] | None = None) -> None:
-        """Keep, repeat or drop rows: row n continues from what was row `rows[n]`, and now follows `contexts[n]`.
+        """Keep, repeat or drop rows: row n continues from former row `rows[n]`, and now follows `contexts[n]`.
 
-        Where no row moves, nothing is waited for. Default: every row follows what it did.
+        If no row moves, nothing is waited for. Default: every row keeps its context.
         """
         if list(rows) != list(range(len(self.contexts))):
             self._collect()
@@ -247,7 +247,7 @@ class MemberState:
 
 
 def padded_left(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows of ids padded on the left, and 1 for what is no padding, each of shape `(num_rows, longest)`."""
+    """Rows of ids padded on the left, and a mask with 0 for padding, each of shape `(num_rows, longest)`."""
     width = max(map(len, rows))
     missing = [width - len(row) for row in rows]
     ids = torch.tensor([[pad] * n + list(row) for n, row in zip(missing, rows, strict=True)])

@@ -30,12 +30,12 @@ _EVERYDAY = 16
 _USES_OF_OTHERS = 3
 
 GROWTH = 1.5
-"""How much more capacity is taken where it has run out, and how much more than is asked for may be reused."""
+"""The factor by which a full capacity grows, and by which a reused one may exceed the request."""
 
 _MOST_SPARE = 4
-"""Buffers for up to so many times the rows that are asked for are used again, with the graphs of their batches.
+"""Buffers for up to this many times the requested rows are reused, with the graphs of their batches.
 
-So a last, small batch neither frees what the next ones need, nor captures what shrinking batches had captured.
+So a last, small batch neither frees what the next batches need, nor captures graphs again.
 """
 
 Masks = Callable[[Tensor, int], Any]
@@ -232,7 +232,7 @@ class StaticBuffers:
             return step.logits
 
     def wait(self) -> None:
-        """Let what is launched from now on come after the last step."""
+        """Let later launches wait for the last step."""
         if self._is_running:
             assert self._stream is not None
             current = torch.cuda.current_stream(self.device)
@@ -262,7 +262,7 @@ class StaticBuffers:
             self.cache.take(other.cache, there, here, length)
 
     def clear(self) -> None:
-        """Forget what is in the slots: what is not seen must still be a number."""
+        """Clear the slots: unseen slots must still hold numbers."""
         with self._context():
             self.wait()
             for held in self.cache.blocks:
@@ -285,7 +285,7 @@ class StaticBuffers:
         self.cache.slots = torch.where(positions < 0, self.capacity - 1, positions)
         self.cache.positions = positions = positions.clamp_min(0)
         fused = self._fused if width_of(ids.shape[1], len(ids)) == ids.shape[1] else None
-        # What reads no mask still has to be given one, or it would make one.
+        # A model that ignores the mask still needs one, or it would create one.
         masks = self._masks(positions, 1 if fused is not None else self.capacity)
         return self.member.forward(ids, positions, masks, self.cache, num_logits, fused)
 
@@ -310,7 +310,7 @@ class StaticBuffers:
 
 
 class BufferPool:
-    """A member's buffers that nobody uses just now, kept for the next call.
+    """A member's unused buffers, kept for the next call.
 
     Args:
         member: The member.
@@ -322,7 +322,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def acquire(self, num_rows: int, capacity: int, made_for: Any = None, is_fused: bool = False) -> StaticBuffers:
-        """Give buffers to one user, who hands them back by `release`.
+        """Return buffers for one user, who returns them with `release`.
 
         Args:
             num_rows: Least number of rows.
@@ -344,12 +344,12 @@ class BufferPool:
                     buffers.clear()
                     return buffers
             for buffers in self._free:
-                buffers.wait()  # for a step that ran ahead: their memory goes to others
+                buffers.wait()  # for a step that ran ahead, because others get their memory
             self._free.clear()
         return StaticBuffers(self._member, num_rows, capacity, *made)
 
     def release(self, buffers: StaticBuffers) -> None:
         """Take buffers back."""
         if not buffers.is_spent:
-            # Without the lock: a finalizer may run anywhere, also in a thread that holds it.
+            # Without the lock, because a finalizer may run in a thread that holds it.
             self._free.append(buffers)

@@ -1,8 +1,8 @@
 """A cache of fixed size, so that a step is one CUDA graph whatever the lengths of the rows.
 
-Every row stands from its first slot on: the slot of an id is its position, and what a query sees follows from its
-position alone. So rows of any lengths share a step, and rolling back takes no work: what stands in later slots is never
-seen, and overwritten when the row grows again.
+Every row starts at its first slot: the slot of an id is its position, and what a query sees depends on its position
+alone. So rows of any lengths share a step, and rolling back takes no work: what stands in later slots is never seen,
+and overwritten when the row grows again.
 """
 
 import copy
@@ -18,13 +18,14 @@ from .cached_rows import AHEAD, CachedRows, last_ids, most_new
 from .static_buffers import GROWTH, BufferPool, StaticBuffers, widest, width_of
 
 _GRAIN = 64
-"""Capacities are multiples of it. Attention reads all slots, so there are no more than a call is expected to need."""
+"""Capacities are multiples of it. Attention reads all slots, so there are only as many as a call is expected to need.
+"""
 
 _MAX_RESERVE = 2048
-"""Most slots reserved for ids that are yet to come."""
+"""Largest number of slots reserved for future ids."""
 
 _IDS_AT_ONCE = 8192
-"""Most ids of all rows together that one forward pass takes; longer prompts are read in several."""
+"""Largest number of ids of all rows in one forward pass; longer prompts are read in several."""
 
 
 class StaticRows(CachedRows):
@@ -61,7 +62,7 @@ class StaticRows(CachedRows):
         packed = torch.tensor([[*row, start] for row, start in zip(rows, starts, strict=True)])
         begin = 0
         for size in widths:
-            # The last pass holds all the ids whose logits are wanted.
+            # The last pass contains all ids with wanted logits.
             part = torch.cat([packed[:, begin : begin + size], packed[:, -1:] + begin], dim=-1)
             begin += size
             logits = self._held.run(part, 1 if begin < width else num_taken)
@@ -87,7 +88,7 @@ class StaticRows(CachedRows):
         return [*sizes, num_new - num_before], num_texts, num_logits
 
     def run_ahead(self, last_ids: Tensor) -> Tensor | None:
-        """Start the step after one more id in every row; None where there is no room for it."""
+        """Start the step after one more id in every row; None if there is no room for it."""
         lengths = list(map(len, self.cached))
         if self._buffers is None or max(lengths) + 1 >= self._buffers.capacity:
             return None
@@ -107,12 +108,12 @@ class StaticRows(CachedRows):
         return self._held.beside()
 
     def collect(self, logits: Tensor) -> Tensor:
-        """Make the logits of the step that was started last one's own."""
+        """Copy the logits of the last started step."""
         self._held.wait()
         return logits.clone() if self._held.holds_logits else logits
 
     def fork(self, rows: Sequence[int]) -> "StaticRows":
-        """Rows of their own that continue from these."""
+        """Return independent rows that continue from these."""
         twin = copy.copy(self)
         twin.cached = [list(self.cached[row]) for row in rows]
         buffers = twin._hold_buffers(_power_of_two(len(rows)), self._held.capacity)
@@ -120,7 +121,7 @@ class StaticRows(CachedRows):
         return twin
 
     def adopt(self, fork: "StaticRows", rows: Sequence[int | None]) -> None:
-        """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
+        """Let row n continue from row `rows[n]` of a fork; None leaves it unchanged."""
         taken = {place: row for place, row in enumerate(rows) if row is not None}
         longest = max(len(fork.cached[row]) for row in taken.values())
         self._reserve(len(self.cached), longest)
@@ -147,7 +148,7 @@ class StaticRows(CachedRows):
         return self._buffers
 
     def _reserve(self, num_rows: int, longest: int) -> None:
-        """Have room for rows of up to `longest` ids, and for those that are expected."""
+        """Reserve room for rows of up to `longest` ids, and for expected ids."""
         old, give_back = self._buffers, self._give_back
         if old is None:
             self._hold_buffers(_power_of_two(num_rows), _capacity(longest + self._num_expected))

@@ -1,4 +1,4 @@
-"""A member's tokenizer: which ids write what, and how it reads texts and conversations."""
+"""A member's tokenizer: what its ids write, and how it reads texts and conversations."""
 
 import copy
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from ..vocabulary.token_bytes import TokenBytes
 
 
 class TokenizedMember:
-    """What of a member is its tokenizer; see `Member`."""
+    """The part of a member that concerns its tokenizer; see `Member`."""
 
     def __init__(
         self,
@@ -45,15 +45,15 @@ class TokenizedMember:
         return self.encoder.token_bytes.is_control(member_id)
 
     def ids_with_row(self, ids: Iterable[int]) -> list[int]:
-        """Leave out ids that the model has no row for: nothing can write them, and as an index they would be wrong."""
+        """Leave out ids without a row in the model, which cannot be written or used as an index."""
         return [i for i in ids if 0 <= i < self.vocab_size]
 
     def encode(self, text: str, starts: bool = True) -> list[int]:
-        """Encode a text as a user of the tokenizer would, without dropout; control tokens that it spells are such.
+        """Encode a text as a user of the tokenizer would, without dropout, reading control tokens that it spells.
 
         Args:
             text: The text.
-            starts: Whether what the tokenizer puts in front of a text (BOS) stands there.
+            starts: Whether to add what the tokenizer puts in front of a text (BOS).
         """
         ids: list[int] = self._tokenizer_without_dropout(text, add_special_tokens=starts)["input_ids"]
         return ids

@@ -1,4 +1,4 @@
-"""The methods, one a file with its options. A file that is imported here makes its method known by its name."""
+"""The methods: one per file, with its options. Importing a file here registers its method's name."""
 
 from .deepen import DeepenConfig as DeepenConfig
 from .eva import EvaConfig as EvaConfig

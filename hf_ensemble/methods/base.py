@@ -43,7 +43,7 @@ class MemberMaps:
 
     Args:
         union: The union vocabulary of the members.
-        index: Number of the member; 0 is the primary.
+        index: Index of the member; 0 is the primary.
         eos_ids: Its ids that end a text.
         device: Device of the maps.
 

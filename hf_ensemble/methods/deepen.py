@@ -1,4 +1,4 @@
-"""DeePEn: mixing in a space of similarities to anchor tokens, and searching the way back to the primary's tokens."""
+"""DeePEn: mixes in a space of similarities to anchor tokens, and searches for the primary's distribution."""
 
 import math
 import threading
@@ -29,7 +29,7 @@ _ANNEALING_STEPS = 10
 _TINY = 1e-30
 
 _HELD_BYTES = 256 * 2**20
-"""Most memory of the rows of one member that a part of a batch works with, unless one row of the batch needs more."""
+"""Largest memory of one member's rows for a part of a batch, unless a single row of the batch needs more."""
 
 
 DeepenVariant = Literal["released", "paper"]
@@ -46,7 +46,7 @@ class DeepenConfig(MethodConfig):
     greedy decoding only)."""
 
     num_anchors: int | None = None
-    """Number of anchors, drawn from the entries that all members have. None, or more than there are: all of them."""
+    """Number of anchors, drawn from the entries that all members have. None, or more than exist: all of them."""
 
     anchor_seed: int = 0
     """Seed of the draw."""
@@ -58,12 +58,12 @@ class DeepenConfig(MethodConfig):
     """T: steps of the search."""
 
     support: int | None = 512
-    """Number of each member's best ids whose similarities are used. The primary's other ids keep their logits, an
-    assistant's count nothing. None: all ids, which is exact and for small vocabularies."""
+    """Number of each member's best ids whose similarities are used. The primary's other ids keep their logits; an
+    assistant's other ids count nothing. None: all ids, which is exact, but suits small vocabularies only.
+    """
 
     skip_on_agreement: bool = False
-    """Whether the primary's own distribution stands where all members' best entries are the same; greedy decoding
-    only."""
+    """Whether to keep the primary's own distribution if all members have the same best entry; greedy decoding only."""
 
     def __post_init__(self) -> None:
         variants, rate, skips = get_args(DeepenVariant), self.learning_rate, self.skip_on_agreement
@@ -90,7 +90,7 @@ class DeepenConfig(MethodConfig):
 
     @property
     def asks(self) -> frozenset[Offer]:
-        """What every member that takes part has to give."""
+        """What every member that takes part has to provide."""
         return frozenset({Offer.ROWS, Offer.EMBEDDINGS})
 
     def build(
@@ -107,14 +107,14 @@ METHODS[DeepenConfig.name] = DeepenConfig
 class Deepen(TokenMethod):
     """Fuse `r = sum_i w_i p_i R_i`, the members' distributions in the relative space, and search the primary's `p`.
 
-    `R_i` holds every token's similarities to the anchors (see `RelativeRows`). The search starts from the primary's own
-    distribution and lowers `KL(r || p R_0)` in a few steps. Rows in which the primary's best token is EOS, or nobody
-    else takes part, are the primary's own.
+    `R_i` holds every token's similarities to the anchors (see `RelativeRows`). The search starts from the primary's
+    own distribution and lowers `KL(r || p R_0)` in a few steps. Rows in which the primary's best token is EOS, or no
+    other member takes part, keep the primary's own distribution.
 
     Args:
         union: The union vocabulary of the members.
         eos_ids: For each member, the ids that end a text.
-        device: Where the primary's logits are.
+        device: Device of the primary's logits.
         embeddings: For each member the module whose `weight` holds its input embeddings.
         config: The options.
 
@@ -123,8 +123,8 @@ class Deepen(TokenMethod):
         (https://arxiv.org/abs/2404.12715).
 
     Relations:
-        GaC and UniTE average probabilities of equal tokens; here a token of one member also counts for similar ones of
-        another.
+        GaC and UniTE average probabilities of equal tokens; here, a token of one member also counts for similar tokens
+        of another.
     """
 
     resync = "retokenize"
@@ -162,7 +162,7 @@ class Deepen(TokenMethod):
         return Mixed(torch.cat(logprobs), torch.cat(normalizers))
 
     def forget(self) -> None:
-        """Give the memory of the kept rows back; they are formed again when needed."""
+        """Free the memory of the kept rows; they are formed again when needed."""
         super().forget()
         with _turn(self._devices()):
             for rows in self._rows:
@@ -172,7 +172,7 @@ class Deepen(TokenMethod):
     # The rows of the relative representation
 
     def _build_rows(self) -> None:
-        """Prepare every member's rows, if embeddings have changed. Those of zeros are masked, and no anchors."""
+        """Prepare every member's rows, if embeddings have changed. Rows of zeros are masked and cannot be anchors."""
         versions = versions_of([module.weight for module in self._embeddings])  # type: ignore[misc]
         if versions == self._versions:
             return
@@ -192,17 +192,17 @@ class Deepen(TokenMethod):
         ]
         self._dead_ids = [dead.nonzero()[:, 0].to(self.device) for dead in is_dead]
         self._num_anchors = int(lives.sum())
-        # Of each member how many ids of each row of a batch; None for all ids, which the rows of a batch share.
+        # For each member, the number of ids per row of a batch; None for all ids, which the rows of a batch share.
         support = self.config.support
         self._sizes = [support if support and support < len(weight) else None for weight in weights]
         held = _HELD_BYTES // (4 * self._num_anchors)
         limits = [min(rows.capacity, held) // size for rows, size in zip(self._rows, self._sizes, strict=True) if size]
-        # On a CPU one by one, so that a row that is not fused costs nothing.
+        # One by one on a CPU, so that a row that is not fused costs nothing.
         self._rows_at_once = None if not limits else 1 if self.device.type == "cpu" else max(1, min(limits))
         self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        """Forget the captured graphs, which read the memory of the kept rows."""
+        """Drop the captured graphs, which read the memory of the kept rows."""
         can_capture = all(
             rows.device == self.device and (size or len(maps.mask)) <= rows.capacity
             for rows, size, maps in zip(self._rows, self._sizes, self.maps, strict=True)
@@ -214,7 +214,7 @@ class Deepen(TokenMethod):
         return {self.device, *(module.weight.device for module in self._embeddings)}  # type: ignore[arg-type]
 
     def _keep(self, index: int, ids: Tensor, is_asked: Tensor, num_missing: int) -> None:
-        """Form the rows of some ids that one member lacks, unless they are so many that they are formed at each use."""
+        """Form one member's missing rows of some ids, unless there are too many to keep."""
         rows = self._rows[index]
         if ids.numel() > rows.capacity:
             return
@@ -244,9 +244,9 @@ class Deepen(TokenMethod):
         """Find what a step needs.
 
         Returns:
-            How many rows of the batch are fused, and how many ids of each member that takes part have no kept row; for
-            which members each row needs similarities, of shape `(batch_size, num_members)`; the ids of each member that
-            takes part, of shape `(batch_size, num_ids)`, or `(vocab_size,)` for all.
+            The number of fused rows, and the number of ids without a kept row for each member that takes part; for
+            which members each row needs similarities, of shape `(batch_size, num_members)`; the ids of each member
+            that takes part, of shape `(batch_size, num_ids)`, or `(vocab_size,)` for all.
         """
         masked = {index: self.masked(one, index) for index, one in enumerate(logits) if one is not None}
         is_fused = self._rows_to_fuse(masked, weights)
@@ -310,14 +310,14 @@ class Deepen(TokenMethod):
             weights: Of shape `(batch_size, num_members)`.
         """
         target = weights.new_zeros(len(weights), self._num_anchors)
-        # The primary is the last, since its rows are needed further on.
+        # The primary comes last, because its rows are needed afterwards.
         for index, own in reversed([*zip(masked, ids, strict=True)]):
             alive = self._alive(masked[index], index)
             start = alive if own.ndim == 1 else alive.gather(1, own)
             rows = self._rows[index].take(own)
             relative = rows.combine(start.softmax(-1))
             weight = weights[:, index, None]
-            # A member that sits out a row may have no number there.
+            # A member that sits out a row may have NaN there.
             target += torch.where(weight > 0, weight * relative, 0.0)
         search = self._search_logits if self.config.variant == "released" else self._search_probs
         found, outside = search(alive, start, rows, relative, target)
@@ -329,7 +329,7 @@ class Deepen(TokenMethod):
         self, alive: Tensor, start: Tensor, rows: TakenRows, relative: Tensor, target: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The search of the published code: AdamW on the logits, under a loss averaged over the anchors."""
-        # A constant on the logits changes nothing, the weight decay included.
+        # A constant added to the logits changes nothing, even with weight decay.
         top = start.amax(-1, keepdim=True)
         logits = start - top
         mean, square = torch.zeros_like(logits), torch.zeros_like(logits)
@@ -382,9 +382,9 @@ _last_turn: dict[torch.device, torch.cuda.Event] = {}
 
 @contextmanager
 def _turn(devices: set[torch.device]) -> Iterator[None]:
-    """Let one step at a time form and read kept rows: on the host, and on GPUs, whose streams may differ.
+    """Let one step at a time form and read kept rows, on the host and across GPU streams.
 
-    Products are in float32 whatever the caller's autocast, since kept rows outlive it.
+    Products are in float32 whatever the caller's autocast, because kept rows outlive it.
     """
     with ExitStack() as stack:
         stack.enter_context(_turns)

@@ -1,4 +1,4 @@
-"""EVA: the weighted average after entries have been moved to the primary's whose output embeddings are most alike."""
+"""EVA: the weighted average, after moving entries to the primary's with the most similar output embeddings."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,22 +20,23 @@ from .base import EosIds, Mixed, TokenMethod, versions_of
 
 @dataclass(frozen=True)
 class EvaConfig(MethodConfig):
-    """EVA: what an assistant says counts for the primary's entries whose output embeddings are most alike."""
+    """EVA: an assistant's entry counts for the primary's entries with the most similar output embeddings."""
 
     name: ClassVar[str] = "eva"
 
     neighbours: int = 10
-    """Number of nearest entries that an entry's similarities are scaled by, and most of the primary's entries that one
-    of an assistant's counts for."""
+    """Number of nearest entries that scale an entry's similarities, and largest number of the primary's entries that
+    an assistant's entry counts for.
+    """
 
     min_similarity: float = 0.1
-    """Least similarity with which one entry counts for another."""
+    """Smallest similarity at which one entry counts for another."""
 
     top_k: int = 320
-    """Number of entries that each member proposes at a step; a smaller vocabulary proposes all it has."""
+    """Number of entries that each member proposes at a step; a smaller vocabulary proposes all its entries."""
 
     filter_top_k: int = 5
-    """A member sits a step out if its best entry is not among this many best of any other."""
+    """A member sits a step out if its best entry is not among this many best entries of any other member."""
 
     def __post_init__(self) -> None:
         for name in ("neighbours", "top_k", "filter_top_k"):
@@ -45,7 +46,7 @@ class EvaConfig(MethodConfig):
 
     @property
     def asks(self) -> frozenset[Offer]:
-        """What every member that takes part has to give."""
+        """What every member that takes part has to provide."""
         return frozenset({Offer.ROWS, Offer.EMBEDDINGS})
 
     def build(
@@ -61,16 +62,16 @@ METHODS[EvaConfig.name] = EvaConfig
 class Eva(TokenMethod):
     """Fuse `q(x) = sum_i w_i sum_y p_i(y) S_i(y, x)` over the primary's entries x and each member's best entries y.
 
-    Row y of `S_i` is y itself if the primary has it, else the few of the primary's entries with the most similar output
-    embeddings, after an orthogonal map between the two spaces. What has no counterpart is dropped and the fused
-    distribution renormalised. A member whose best entry, once moved, is among no other's best sits the step out; if that
-    were true of all, none does.
+    Row y of `S_i` is y itself if the primary has it, else the few of the primary's entries with the most similar
+    output embeddings, after an orthogonal map between the two spaces. An entry without counterpart is dropped, and the
+    fused distribution is renormalised. A member sits the step out if its best entry, once moved, is not among any
+    other member's best; if that is true of all members, none sits out.
 
     Args:
         union: The union vocabulary of the members.
         eos_ids: For each member, the ids that end a text.
-        device: Where the primary's logits are.
-        output_embeddings: Gives those of each member, of shape `(vocab_size, hidden_size)`, as they are when asked.
+        device: Device of the primary's logits.
+        output_embeddings: Returns each member's current output embeddings, of shape `(vocab_size, hidden_size)`.
         config: The options.
 
     Reference:
@@ -78,8 +79,8 @@ class Eva(TokenMethod):
         (https://arxiv.org/abs/2404.09492).
 
     Relations:
-        MinED moves an entry to the one that is spelled most alike. DeePEn compares whole distributions by their
-        similarities to anchors, with no map.
+        MinED moves an entry to the one with the most similar spelling. DeePEn compares whole distributions by their
+        similarities to anchors, without a map.
     """
 
     resync = "retokenize"
@@ -99,7 +100,7 @@ class Eva(TokenMethod):
         embeddings = output_embeddings()
         self._versions = versions_of(embeddings)
         self.config = config
-        # The columns that each id's mass goes to, -1 for none and `primary_size` for EOS, and in which shares.
+        # The columns that each id's probability goes to (-1 for none, `primary_size` for EOS), and the shares.
         self._columns_of, self._shares_of = [], []
         for index, maps in enumerate(self.maps):
             columns = maps.to_union[:, None]
@@ -140,11 +141,11 @@ class Eva(TokenMethod):
         for index, probs in moved.items():
             fused.addcmul_(probs, kept[:, index, None])
         normalize_(fused)
-        # The caller weighs the normalizers with `weights`; they shall count as the members do here.
+        # The caller multiplies the normalizers by `weights`, so they are scaled to count as the members do here.
         return Mixed(fused.log_(), torch.where(weights > 0, normalizers * kept / weights, normalizers))
 
     def _agreeing(self, moved: dict[int, Tensor], weights: Tensor) -> Tensor:
-        """Set the weights of members with whose best entry no other agrees to 0, unless that is all of them.
+        """Set the weight of members whose best entry no other member supports to 0, unless that is all of them.
 
         Args:
             moved: For each member that takes part, its distribution over the primary's ids, of shape
@@ -168,7 +169,7 @@ def output_embeddings_of(member: Member) -> Tensor:
     """A member's output embeddings, of shape `(vocab_size, hidden_size)`.
 
     Raises:
-        ConfigurationError: If they cannot be read, as where they are quantised or not in memory.
+        ConfigurationError: If they cannot be read, for example because they are quantised or not in memory.
     """
     weight: Tensor = member.output_embeddings().weight.detach()
     if weight.is_meta or not weight.is_floating_point() or weight.shape[0] != member.vocab_size or weight.ndim != 2:

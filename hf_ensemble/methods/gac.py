@@ -157,7 +157,7 @@ class ProductOfExperts(TokenMethod):
     Args:
         union: The union vocabulary of the members.
         eos_ids: For each member, the ids that end a text.
-        device: Where the primary's logits are.
+        device: Device of the primary's logits.
         alpha: Plausibility cut-off: entries with less than `alpha` times the probability of the primary's best are
             dropped. None: no cut-off.
 

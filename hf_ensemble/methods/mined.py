@@ -1,4 +1,4 @@
-"""MinED: the weighted average after every entry has been moved to the primary's that is spelled most alike."""
+"""MinED: the weighted average, after moving every entry to the primary's with the most similar spelling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .base import EosIds, Mixed, TokenMethod
 
 @dataclass(frozen=True)
 class MinedConfig(MethodConfig):
-    """MinED: what an assistant says counts for the primary's entries that are spelled most alike. It has no options."""
+    """MinED: an assistant's entry counts for the primary's entry with the most similar spelling. It has no options."""
 
     name: ClassVar[str] = "mined"
 
@@ -46,8 +46,8 @@ METHODS[MinedConfig.name] = MinedConfig
 class Mined(TokenMethod):
     """Fuse `q(x) = sum_i w_i sum_{y: near_i(y) = x} p_i(y)` over the primary's entries x.
 
-    `near_i(y)` is y itself if the primary has it, else the primary's entry at the least edit distance. EOS is one entry
-    of all members.
+    `near_i(y)` is y itself if the primary has it, else the primary's entry at the smallest edit distance. EOS is one
+    entry of all members.
 
     Reference:
         The baseline MinED of Huang et al., "Ensemble Learning for Heterogeneous Large Language Models with Deep
@@ -55,7 +55,7 @@ class Mined(TokenMethod):
         and Wan et al. (https://arxiv.org/abs/2401.10491).
 
     Relations:
-        GaC gives entries that only an assistant has columns of their own. EVA compares embeddings, not spellings.
+        GaC gives entries that only an assistant has their own columns. EVA compares embeddings, not spellings.
     """
 
     resync = "retokenize"
@@ -63,7 +63,7 @@ class Mined(TokenMethod):
 
     def __init__(self, union: UnionVocabulary, eos_ids: EosIds, device: torch.device):
         super().__init__(union, eos_ids, device)
-        # The column that each id's mass goes to; EOS has the last. Ids that take no part have no mass.
+        # The column that each id's probability goes to; EOS has the last one. Ids that take no part have none.
         self._column_of = []
         for index, maps in enumerate(self.maps):
             to_primary = maps.to_union

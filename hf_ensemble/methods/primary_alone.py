@@ -1,4 +1,4 @@
-"""The primary alone, as a method: what decides in a call with all the weight on the primary."""
+"""The primary alone, as a method, for calls with all the weight on the primary."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from .base import Mixed, TokenMethod
 
 
 class PrimaryAlone(TokenMethod):
-    """The primary's own logits, as they are."""
+    """The primary's own logits, unchanged."""
 
     resync = "append"
     is_wide = False
@@ -20,5 +20,5 @@ class PrimaryAlone(TokenMethod):
         primary = logits[0]
         assert primary is not None
         normalizers = torch.zeros_like(weights)
-        normalizers[:, 0] = 0 * primary.amax(-1)  # NaN where the primary gave any
+        normalizers[:, 0] = 0 * primary.amax(-1)  # NaN if the primary returned any
         return Mixed(primary, normalizers)

@@ -1,4 +1,4 @@
-"""SweetSpan: its options, and how candidate spans are scored, filtered and chosen.
+"""SweetSpan: its options, and the scoring, filtering and choice of candidate spans.
 
 Reference:
     Xu, Chen, Wu and Zhang, "Hit the Sweet Spot! Span-Level Ensemble for Large Language Models"
@@ -19,15 +19,15 @@ SpanScore = Literal["perplexity", "bits_per_byte"]
 
 @dataclass(frozen=True)
 class SweetSpanConfig(MethodConfig):
-    """SweetSpan: members propose spans of words, score one another's, and the best is kept.
+    """SweetSpan: members propose spans of words and score each other's, and the best is kept.
 
     Reference:
         Xu, Chen, Wu and Zhang, "Hit the Sweet Spot! Span-Level Ensemble for Large Language Models"
         (https://arxiv.org/abs/2409.18583).
 
     Relations:
-        The other methods decide token by token, over distributions. Here members are compared by what they make of
-        whole words, so mixing weights do not enter; a member of weight 0 takes no part.
+        The other methods decide token by token, over distributions. Here, members score whole words, and mixing
+        weights are ignored, except that a member of weight 0 takes no part.
     """
 
     name: ClassVar[str] = "sweetspan"
@@ -38,15 +38,18 @@ class SweetSpanConfig(MethodConfig):
     """Number of words in a span."""
 
     filter_ratio: float = 10.0
-    """λ: a span's highest and lowest scores are dropped if the one is more than λ times the other; three members or
-    more."""
+    """λ: a span's highest and lowest scores are dropped if one is more than λ times the other; for three or more
+    members.
+    """
 
     score: SpanScore = "perplexity"
     """`"perplexity"` (over each member's own tokens, as in the paper) or `"bits_per_byte"` (which does not depend on how
     finely a member cuts the text)."""
 
     max_span_tokens: int | None = None
-    """Most tokens of a member in one span, the one that shows its completion included. None: 16 times `span_length`."""
+    """Largest number of a member's tokens in one span, including the one that shows its completion. None: 16 times
+    `span_length`.
+    """
 
     def __post_init__(self) -> None:
         check_positive_integer("span_length", self.span_length)
@@ -63,7 +66,7 @@ class SweetSpanConfig(MethodConfig):
 
     @property
     def asks(self) -> frozenset[Offer]:
-        """What every member that takes part has to give."""
+        """What every member that takes part has to provide."""
         return frozenset({Offer.SPANS})
 
     @property
@@ -77,7 +80,7 @@ METHODS[SweetSpanConfig.name] = SweetSpanConfig
 
 @dataclass(frozen=True)
 class SpanChoice:
-    """Which candidate wins, and which members' scores did not count.
+    """The winning candidate, and the members whose scores did not count.
 
     Attributes:
         winner: Index of the candidate with the lowest mean.
@@ -89,13 +92,13 @@ class SpanChoice:
 
 
 def span_score(log_prob: float, num_tokens: int, num_bytes: int, score: SpanScore) -> float:
-    """One member's score of a span: the lower the better.
+    """Return one member's score of a span; lower is better.
 
     Args:
         log_prob: Natural logarithm of the span's probability.
         num_tokens: Number of the member's tokens in it, EOS included.
         num_bytes: Number of bytes in it, EOS counted as one.
-        score: `"perplexity"` a token, or `"bits_per_byte"`.
+        score: `"perplexity"` (per token), or `"bits_per_byte"`.
     """
     if score == "bits_per_byte":
         return -log_prob / (math.log(2) * num_bytes)
@@ -104,20 +107,20 @@ def span_score(log_prob: float, num_tokens: int, num_bytes: int, score: SpanScor
 
 
 def choose_span(scores: Sequence[Sequence[float | None]], filter_ratio: float, score: SpanScore) -> SpanChoice:
-    """Filter the scores of every candidate and choose the one with the lowest mean of what remains.
+    """Filter the scores of every candidate, and choose the candidate with the lowest mean of the rest.
 
     Args:
-        scores: For each candidate, one score a member; None for members that give none.
+        scores: For each candidate, one score per member; None for members without a score.
         filter_ratio: With three scores or more, a candidate's highest and lowest perplexities (per byte for
             `"bits_per_byte"`) are dropped if the highest is more than this many times the lowest.
-        score: What the scores are.
+        score: The kind of scores.
 
     Returns:
-        The choice; of equal means the first.
+        The choice; ties go to the first.
     """
     filtered, means = [], []
     for row in scores:
-        # A candidate that nobody scores is the worst.
+        # A candidate without scores is the worst.
         order = sorted((value, n) for n, value in enumerate(row) if value is not None) or [(math.inf, -1)]
         low, high = (perplexity(value, score) for value, _ in (order[0], order[-1]))
         # Not `>`: 0 times infinity is NaN, and a ratio of 0 drops infinite scores too.
@@ -129,11 +132,11 @@ def choose_span(scores: Sequence[Sequence[float | None]], filter_ratio: float, s
 
 
 def perplexity(value: float, score: SpanScore) -> float:
-    """The perplexity that a score says: per token, or per byte for `"bits_per_byte"`.
+    """Return the perplexity of a score: per token, or per byte for `"bits_per_byte"`.
 
     Args:
         value: The score.
-        score: What it is.
+        score: Its kind.
     """
     if score == "perplexity":
         return value

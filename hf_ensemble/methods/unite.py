@@ -19,7 +19,7 @@ from .base import EosIds, Mixed, TokenMethod
 @dataclass(frozen=True)
 class _TopKConfig(MethodConfig):
     top_k: int = 10
-    """Number of entries that each member proposes at a step; a smaller vocabulary proposes all it has."""
+    """Number of entries that each member proposes at a step; a smaller vocabulary proposes all its entries."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class UniteConfig(GatedConfig, _TopKConfig):  # the fields of the last base come
 
     @property
     def asks(self) -> frozenset[Offer]:
-        """What every member that takes part has to give."""
+        """What every member that takes part has to provide."""
         return frozenset({Offer.ENTRIES})
 
     @property
     def num_entries(self) -> int:
-        """Number of best entries that every member has to give."""
+        """Number of best entries that every member has to provide."""
         return self.top_k
 
     def build(
@@ -55,13 +55,13 @@ METHODS[UniteConfig.name] = UniteConfig
 class Unite(TokenMethod):
     """Fuse over U, the union of each member's `top_k` best entries: `P = sum_i w_i softmax_U(logits_i)`.
 
-    A member's logit for an entry that it lacks is that of the first id with which it would write it; the primary writes
-    such an entry with its first id, whose column holds the sum over the entries that it starts.
+    For an entry that a member lacks, its logit is that of the first id with which it would write the entry. The
+    primary writes such an entry with its first id, whose column holds the sum over all entries that start with it.
 
     Args:
         union: The union vocabulary of the members.
         eos_ids: For each member, the ids that end a text.
-        device: Where the primary's logits are.
+        device: Device of the primary's logits.
         top_k: Number of entries that each member proposes; at most its whole vocabulary.
 
     Reference:
@@ -80,7 +80,7 @@ class Unite(TokenMethod):
     def __init__(self, union: UnionVocabulary, eos_ids: EosIds, device: torch.device, top_k: int = 10):
         super().__init__(union, eos_ids, device)
         self.top_k = self.num_entries = top_k
-        # A step is a chain of small kernels, so tables of all members are read at once.
+        # A step is a chain of small kernels, so the tables of all members are read at once.
         self._read_from = torch.stack([maps.read_from() for maps in self.maps])  # (M, union_size + 1)
         self._to_union = pad_sequence([maps.to_union for maps in self.maps], batch_first=True, padding_value=-1)
         self._written_as = self.maps[0].first_id.clamp_min(0)
@@ -103,18 +103,18 @@ class Unite(TokenMethod):
         at.clamp_min_(0)
         rows = [self.maps[n].readable(masked[n], merged) for n, merged in zip(present, entries, strict=True)]
         key_logits = torch.stack([row.gather(-1, places) for row, places in zip(rows, at, strict=True)])
-        # A row in which the member takes no part may hold no key that it can write: all `-inf`, so NaN.
+        # In a row without this member, it may be unable to write any key: all `-inf`, so NaN.
         probs = torch.where(is_read, key_logits, -torch.inf).softmax(-1).nan_to_num_()
         fused = (probs * shares).sum(0)  # (B, M * k)
         written_as = self._written_as[keys]
         fused *= self._may_be_written[keys]
         normalize_(fused)
         columns = primary.new_zeros(primary.shape).scatter_add_(1, written_as, fused)
-        # The logarithm of a whole row of zeros takes a CPU milliseconds.
+        # The logarithm of a whole row of zeros takes milliseconds on a CPU.
         logprobs = torch.full_like(primary, -torch.inf)
         logprobs.scatter_(1, written_as, columns.gather(1, written_as).log_())
         eos_ids = self.maps[0].eos_ids
-        if len(eos_ids) > 1:  # until here the first one has it
+        if len(eos_ids) > 1:  # so far, the first one has it
             put_eos(logprobs, logprobs.index_select(1, eos_ids[:1])[:, 0], primary, eos_ids, nothing=-torch.inf)
         return Mixed(logprobs, normalizers)
 
@@ -122,8 +122,8 @@ class Unite(TokenMethod):
         """The entries that members propose.
 
         Args:
-            entries: Logits of the members that are there, with duplicates merged, each `(batch_size, vocab_size)`.
-            present: Their numbers.
+            entries: Logits of the members present, with duplicates merged, each `(batch_size, vocab_size)`.
+            present: Their indices.
             takes_part: Which of them take part in which row, of shape `(num_present, batch_size, 1)`.
 
         Returns:
@@ -144,7 +144,7 @@ class Unite(TokenMethod):
         takes_part: Tensor,
         contenders: Mapping[int, Mapping[int, Sequence[int]]],
     ) -> list[list[list[int]]]:
-        """The ids in which each member writes what anybody proposes; see `TokenMethod.asked`."""
+        """The ids with which each member writes all proposed entries; see `TokenMethod.asked`."""
         present = [index for index, one in enumerate(logits) if one is not None]
         rows = [(self.masked(one, index), index) for index, one in enumerate(logits) if one is not None]
         entries = [merge_duplicates(row, self.maps[index].duplicates) for row, index in rows]
@@ -169,5 +169,5 @@ class Unite(TokenMethod):
 
 
 def _some(of_members: Tensor, indices: Sequence[int]) -> Tensor:
-    """What belongs to these members, of shape `(len(indices), ...)`."""
+    """The part for these members, of shape `(len(indices), ...)`."""
     return of_members if len(indices) == len(of_members) else torch.stack([of_members[index] for index in indices])

@@ -1,4 +1,4 @@
-"""Ways of writing, one a file."""
+"""Ways of writing, one per file."""
 
 from ..decoding.call import Call, refuse_for_primary_elsewhere
 from ..decoding.speculation.options import Speculation, obstacle_to_drafts
@@ -15,11 +15,11 @@ MODES |= {"tokens": TokenMode, "spans": SpanMode, "answers": AnswersMode}
 
 
 def mode_for_generate(call: Call, speculation: str | None) -> Mode:
-    """The mode of a call of `generate`, which has refused what it cannot do.
+    """Return the mode of a call of `generate`, after it has refused what it cannot do.
 
     Args:
-        call: What the call works with.
-        speculation: Who drafts, where nothing stands against it or plain decoding may not take over; None for nobody.
+        call: The call.
+        speculation: The drafters, if drafts are possible or plain decoding may not replace them; None for no drafts.
 
     Raises:
         ConfigurationError: If an option cannot be used, or there is no such drafter.

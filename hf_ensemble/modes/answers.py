@@ -1,4 +1,4 @@
-"""Whole answers: every member writes some by itself, and one of them is chosen."""
+"""Whole answers: every member writes answers by itself, and one of them is chosen."""
 
 import copy
 from collections.abc import Sequence
@@ -28,28 +28,28 @@ _OF_IDS = (
     *("bad_words_ids", "force_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
     *("forced_bos_token_id", "forced_eos_token_id"),
 )
-"""Options that hold ids of one tokenizer."""
+"""Options that contain ids of one tokenizer."""
 
 _FUNCTIONS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments that act on ids of one tokenizer."""
 
 _DEFAULT_LENGTH = 20
-"""Most new ids where nobody says how many, as in `transformers`."""
+"""Default number of new ids, as in `transformers`."""
 
 
 @dataclass
 class AnswersOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with `return_dict_in_generate` where whole answers are chosen.
+    """What `generate` returns with `return_dict_in_generate` for methods that choose among whole answers.
 
     Attributes:
-        answers: All candidates, who wrote them, and what spoke for them.
+        answers: All candidates, with their writers and scores.
     """
 
     answers: Answers | None = None
 
 
 class AnswersMode(Mode):
-    """A way of choosing among whole answers decides."""
+    """The mode of a way of choosing among whole answers."""
 
     @property
     def _config(self) -> AnswersConfig:
@@ -58,7 +58,7 @@ class AnswersMode(Mode):
         return config
 
     def refuse(self) -> None:
-        """Refuse what needs a distribution, or is meant for one tokenizer only; before anything runs."""
+        """Refuse what needs a distribution or uses ids of one tokenizer, before anything runs."""
         config, settings, arguments = self._config, self.call.settings, self.call.arguments
         primary = self.call.members[0]
         no_distribution = "answers are chosen as a whole. Use `answers` of the output"
@@ -103,7 +103,7 @@ class AnswersMode(Mode):
             mode_of(replace(self.call, config=method, seed=None)).refuse()
 
     def _obstacles_to_samples(self) -> list[Obstacle]:
-        """What stands against the draws that are asked for."""
+        """The obstacles to the requested samples."""
         config, settings, seed = self._config, self.call.settings, self.call.seed
         several, beams = config.num_candidates > 1, settings.num_beams not in (None, 1)
         drawn = f"`num_candidates={config.num_candidates}` are samples"
@@ -128,7 +128,7 @@ class AnswersMode(Mode):
         ]
 
     def run(self, ensemble: Any, inputs: Tensor | None, options: dict[str, Any]) -> Any:
-        """Write all candidates, choose, and return the primary's ids of what was chosen; see `Mode.run`."""
+        """Write all candidates, choose, and return the primary's ids of the choice; see `Mode.run`."""
         call, settings = self.call, self.call.settings
         primary, num_returned = call.members[0], settings.num_return_sequences or 1
         asked = self._ask(ensemble, inputs, options)
@@ -159,7 +159,7 @@ class AnswersMode(Mode):
         return AnswersOutput(sequences=sequences, answers=record)  # type: ignore[arg-type]
 
     def _ask(self, ensemble: Any, inputs: Tensor | None, options: dict[str, Any]) -> Asked:
-        """Read the prompts, and say what is asked of the writers."""
+        """Read the prompts, and return the task of the writers."""
         call, primary = self.call, self.call.members[0]
         if inputs is None:
             if not primary.encoder.start_ids:
@@ -182,7 +182,7 @@ class AnswersMode(Mode):
         )
 
     def _questions(self, asked: Asked, written: Sequence[Sequence[Written]], ids_of: PrimaryIds) -> list[Question]:
-        """The candidates of every row, with the conversation that its prompt stands for."""
+        """The candidates of every row, with the conversation behind its prompt."""
         turns = _turns_of(self.call.members[0].tokenizer, asked.prompts)
         found = []
         for prompt, of_row, weights in zip(asked.prompts.prompt_of_row, written, asked.weights.tolist(), strict=True):
@@ -239,7 +239,7 @@ class AnswersMode(Mode):
         return torch.cat([inputs.repeat_interleave(num_returned, dim=0), new.to(inputs.device)], dim=-1)
 
     def _stream(self, sequences: Tensor, prompt_length: int, streamer: Any) -> None:
-        """Hand out what was chosen, as the stock loop does; nothing can be before."""
+        """Stream the choice, as the stock loop does; nothing can be streamed earlier."""
         if streamer is None:
             return
         streamer.put(sequences[:, :prompt_length].cpu())
@@ -248,7 +248,7 @@ class AnswersMode(Mode):
         streamer.end()
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
-        """Score by the mean over the members of each one's own log-probability, where candidates are ranked so.
+        """Score by the mean of the members' own log-probabilities, if candidates are ranked by it.
 
         Raises:
             ConfigurationError: If they are not.
@@ -262,12 +262,12 @@ class AnswersMode(Mode):
 
 
 def _is_index(value: Any) -> bool:
-    """Whether a value is an integer of any library; a bool is none."""
+    """Whether a value is an integer of any library; a bool is not."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def _check_choices(name: str, questions: Sequence[Question], choices: Sequence[Choice]) -> None:
-    """Refuse what a way of choosing cannot mean.
+    """Refuse an invalid choice.
 
     Raises:
         ConfigurationError: If it does not rank each candidate of each question once.
@@ -289,7 +289,7 @@ def _places(question: Question, choice: Choice, count: int) -> list[int]:
 
 
 def _turns_of(tokenizer: Any, prompts: Prompts) -> list[list[dict[str, Any]]]:
-    """The conversation that each distinct prompt stands for; one turn of the user for plain text."""
+    """The conversation behind each distinct prompt; a single user turn for plain text."""
     found = []
     for ids, data in zip(prompts.ids, prompts.texts, strict=True):
         conversation = recall(tokenizer, ids)

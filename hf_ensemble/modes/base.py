@@ -1,4 +1,4 @@
-"""What every way of writing has in common."""
+"""The base class of all ways of writing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from ..scoring.likelihoods import Batch, Found
 
 
 class Mode(ABC):
-    """One way of writing. What depends on it stands in its file; one object serves one call.
+    """One way of writing. Everything that depends on it is in its file; one object serves one call.
 
     `generate` calls, in this order: `refuse` and `run`, which runs the stock loop; its hooks call `processors`, `criteria`,
     `sample` (not in beam search) and, for an output object, `fill`. `score` calls `score_batch`.
 
     Args:
-        call: What the call works with.
+        call: The call.
 
     Attributes:
-        decoder: What decides token by token, and counts and keeps what every step gave; None if nothing does.
-        recorder: What records the decisions of the call; None if nothing does.
+        decoder: Decides token by token, counts, and keeps the results of every step; None if unused.
+        recorder: Records the decisions of the call; None if unused.
     """
 
     decoder: Any = None
@@ -39,11 +39,11 @@ class Mode(ABC):
         """Refuse what cannot work in this mode, before anything runs.
 
         Raises:
-            ConfigurationError: If something of it is asked for.
+            ConfigurationError: If the call asks for any of it.
         """
 
     def run(self, ensemble: Any, inputs: Tensor | None, options: dict[str, Any]) -> Any:
-        """Write, and return what `generate` does.
+        """Write, and return the result of `generate`.
 
         Args:
             ensemble: The `EnsembleForCausalLM` whose call it is.
@@ -54,15 +54,15 @@ class Mode(ABC):
 
     @property
     def runs_primary(self) -> bool:
-        """Whether the primary runs in a state of its own, not by passes of the stock loop."""
+        """Whether the primary runs in its own state, not in the stock loop."""
         return isinstance(self.decoder, TokenDecoder) and self.decoder.rows.runs_primary
 
     def for_processors(self, stock: Sequence[Any], num_rows: int) -> "Mode":
-        """The mode to go on with, now that the processors of the call are known."""
+        """The mode to continue with, now that the processors of the call are known."""
         return self
 
     def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
-        """Put the mode's processors around those of the call: here, none.
+        """Add the mode's processors around those of the call; by default, none.
 
         Args:
             stock: The call's processors, the user's included.
@@ -72,7 +72,7 @@ class Mode(ABC):
         return stock
 
     def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
-        """Put the mode's criteria around those of the call."""
+        """Add the mode's criteria around those of the call."""
         return stock
 
     def sample(self, loop: Loop) -> Any:
@@ -80,10 +80,10 @@ class Mode(ABC):
         return loop.run()
 
     def fill(self, output: Any) -> None:
-        """Put into an output object what the mode knows beside the ids."""
+        """Add to an output object what the mode knows besides the ids."""
         settings = self.call.settings
         if self.decoder is not None:
-            # In the order of stock outputs. Where the stock loop chooses, it has the scores already.
+            # In the order of stock outputs. If the stock loop chooses, it has the scores already.
             if settings.output_scores and self.decoder.scores_rows:
                 output["scores"] = tuple(self.decoder.scores_rows)
             if settings.output_logits:

@@ -1,4 +1,4 @@
-"""The primary alone on a GPU: its captured steps take the place of its passes through the stock loop."""
+"""The primary alone on a GPU: its captured steps replace its passes through the stock loop."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from .tokens import TokenMode
 
 
 class CapturedPrimaryMode(TokenMode):
-    """The primary has all the weight, and runs as members of ensembles do, in a state of its own."""
+    """The primary has all the weight, and runs like other members, in its own state."""
 
     def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
-        """Leave them as they are, between what reads the primary's own state and what looks at what they left."""
+        """Leave them unchanged, between the hooks that read the primary's state and check the result."""
         call = self.call
         decoder = self.decoder = decoder_of_one(call, call.method(), prompt_ids, prompt_mask, runs_primary=True)
         first = Hook(lambda _, scores: decoder.fuse(scores, add_level=False))
@@ -28,10 +28,10 @@ class CapturedPrimaryMode(TokenMode):
 def decoder_of_one(
     call: Call, method: TokenMethod, prompt_ids: Tensor, prompt_mask: Tensor | None, runs_primary: bool
 ) -> TokenDecoder:
-    """Make the decoder of a member that writes by itself.
+    """Create the decoder of a member that writes by itself.
 
     Args:
-        call: What the call works with.
+        call: The call.
         method: The member's own logits.
         prompt_ids: Its prompt ids, of shape `(num_rows, length)`.
         prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
@@ -42,7 +42,7 @@ def decoder_of_one(
         method,
         prompt_ids,
         prompt_mask,
-        # The stock loop warns of no control token.
+        # The stock loop does not warn about control tokens.
         end_ids=range(call.members[0].vocab_size),
         is_wide=False,
         runs_primary=runs_primary,

@@ -18,8 +18,8 @@ class DraftMode(Mode):
     """Drafts are checked by a token-level method, or by the primary alone.
 
     Args:
-        plain: The mode of the call without drafts, which it goes on with where drafts cannot be used.
-        speculation: Who drafts.
+        plain: The mode of the call without drafts, used if drafts are not possible.
+        speculation: The drafters.
     """
 
     decoder: SpeculativeDecoder
@@ -34,7 +34,7 @@ class DraftMode(Mode):
         self._plain.refuse()
 
     def for_processors(self, stock: Sequence[Any], num_rows: int) -> Mode:
-        """Decode plainly where a processor has to see all rows at once."""
+        """Decode without drafts if a processor has to see all rows at once."""
         name = needs_whole_batch(stock) if num_rows > 1 else None
         if name is None:
             return self
@@ -67,10 +67,10 @@ class DraftMode(Mode):
         return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
 
     def fill(self, output: Any) -> None:
-        """Put in what came of the drafts too."""
+        """Add the statistics of the drafts."""
         super().fill(output)
         output["speculation"] = self.decoder.stats
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
-        """Drafts change nothing of what is likely."""
+        """Score as the plain mode does; drafts do not change likelihoods."""
         return self._plain.score_batch(batch, end_ids)

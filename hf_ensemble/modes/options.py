@@ -1,4 +1,4 @@
-"""The generation options of one call: the user's, beside what the method sets itself."""
+"""The generation options of one call: the user's, and those that the method sets."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -11,36 +11,36 @@ from ..decoding.call import Call, take_prompt
 from .base import Mode
 
 _OF_THE_PROMPT = ("input_ids", "attention_mask", "token_type_ids", "tokenizer")
-"""Keyword arguments of `generate` that say what the prompt is, or are none of the primary's."""
+"""Keyword arguments of `generate` that describe the prompt, or are not for the primary."""
 
 
 def take_options(model: Any, call: Call, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
-    """Let a call know its generation options, and what was passed in for the primary beside its prompt.
+    """Give a call its generation options, and the primary's inputs besides its prompt.
 
     Args:
         model: The ensemble.
         call: The call.
-        generation_config: What `generate` was given.
+        generation_config: The argument of `generate`.
         kwargs: Its other arguments.
     """
     given = {key: value for key, value in kwargs.items() if value is not None}
     own, num_returned = call.config.generate_options_beside(generation_config), None
     if call.config.decides == "answers":
-        # Several answers may be returned of which each writer has written one, greedily.
+        # Several returned answers may each have been written greedily by another writer.
         asked = [given.pop("num_return_sequences", None), getattr(generation_config, "num_return_sequences", None)]
         asked += [own.get("num_return_sequences"), model.generation_config.num_return_sequences]
         num_returned = next((count for count in asked if count is not None), 1)
         own["num_return_sequences"] = 1
         if generation_config is None and model.generation_config.num_return_sequences not in (None, 1):
-            # Or the ensemble's own would be checked first.
+            # Otherwise the ensemble's own would be checked first.
             generation_config = GenerationConfig()
     if generation_config is None:
         given = own | given
     elif own:
-        # Beside a configuration `transformers` wants no options.
+        # `transformers` refuses options beside a configuration.
         generation_config = copy.deepcopy(generation_config)
         unknown = generation_config.update(**own)
-        # They are refused as any other's.
+        # They are refused like any other.
         given = unknown | given
     call.settings, others = model._prepare_generation_config(generation_config, **given)
     if num_returned is not None:
@@ -56,12 +56,12 @@ def run_call(
     kwargs: dict[str, Any],
     member_prompts: Sequence[Any] | None = None,
 ) -> Any:
-    """Run a call that has its arguments, in a mode that is chosen once its options are known.
+    """Run a call in a mode that is chosen once its options are known.
 
     Args:
         model: The ensemble.
         call: The call.
-        mode_for: Gives the mode, or refuses.
+        mode_for: Returns the mode, or refuses.
         inputs: As in `generate`.
         kwargs: Generation options and the primary's inputs, as in `generate`.
         member_prompts: As in `generate`.

@@ -1,4 +1,4 @@
-"""The primary alone: its own `generate` runs as it is, where its steps cannot be captured."""
+"""The primary alone: its own `generate` runs unchanged, if its steps cannot be captured."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,16 +20,16 @@ class PrimaryMode(Mode):
     """The primary has all the weight, and decides every token."""
 
     def refuse(self) -> None:
-        """Nothing: what the primary can do by itself it can do here."""
+        """Refuse nothing: the primary can do here what it can do alone."""
 
     def for_processors(self, stock: Sequence[Any], num_rows: int) -> Mode:
-        """Let captured steps take the place of the stock loop's, where there are any; output objects are its own."""
+        """Use captured steps instead of the stock loop's, if possible; output objects need the stock loop."""
         call = self.call
         stays = call.settings.return_dict_in_generate or call.needs_stock_passes
         return self if stays or not call.members[0].is_captured else CapturedPrimaryMode(call)
 
     def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
-        """Leave them as they are, but for what records decisions."""
+        """Leave them unchanged, and add the recorder of decisions if there is one."""
         call = self.call
         entries = call.num_decision_entries
         if entries is None:
@@ -47,7 +47,7 @@ class PrimaryMode(Mode):
         return [Hook(take), *stock]
 
     def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
-        """Let the recorder see what is written."""
+        """Let the recorder see the written ids."""
         recorder = self.recorder
         if recorder is None:
             return stock

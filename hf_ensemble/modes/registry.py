@@ -5,13 +5,13 @@ from .base import Mode
 from .primary import PrimaryMode
 
 MODES: dict[str, type[Mode]] = {}
-"""The mode of every way in which a method decides, by what its configuration calls it."""
+"""The mode for each kind of decision in a method's configuration."""
 
 
 def mode_of(call: Call) -> Mode:
-    """The mode of a call without drafts."""
+    """Return the mode of a call without drafts."""
     mode = MODES[call.config.decides](call)
     if not call.is_by_primary:
         return mode
-    # The stock loop has no passes of a primary elsewhere: its state runs it, token by token.
+    # The stock loop cannot run a primary elsewhere; its state runs it, token by token.
     return PrimaryMode(call) if call.members[0].runs_in_loop else MODES["tokens"](call)

@@ -1,4 +1,4 @@
-"""A row of a batch that others join and leave: `generate` prepares it as any call, and somebody else runs it."""
+"""A row of a shared batch: `generate` prepares it like any call, and the batch runs it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ class NotShared(ConfigurationError):
 
 
 def obstacle_to_sharing(call: Call) -> Obstacle | None:
-    """What stands against letting a call share a batch with others; None if nothing does."""
+    """Return why a call cannot share a batch with others; None if it can."""
     config, settings = call.config, call.settings
     return first_obstacle(
         [
@@ -47,16 +47,16 @@ def new_row(
     num_best: int | None = None,
     take: Callable[[Written], None],
 ) -> Row:
-    """Make a row that is ready to join a batch, by what `generate` does before its loop.
+    """Create a row that is ready to join a batch, by running `generate` up to its loop.
 
     Args:
         ensemble: The `EnsembleForCausalLM`.
         inputs: The prompt: `input_ids` of shape `(1, length)`, and the mask if there is one.
         generation_config: The options.
-        seed: From which its draws follow.
+        seed: Seed of its samples.
         logits_processor: Further processors, of this row alone.
-        num_best: How many of the most likely ids are wanted at every step; None for no log-probabilities.
-        take: Takes what every step writes.
+        num_best: Number of most likely ids to return at every step; None for no log-probabilities.
+        take: Receives what every step writes.
 
     Raises:
         NotShared: If the call cannot share a batch.
@@ -86,12 +86,12 @@ def new_row(
 
 
 class SharedMode(TokenMode):
-    """Makes the row that is to join a batch, and leaves it to others to run it.
+    """Creates the row that will join a batch, which runs it.
 
     Args:
         call: What the call works with; every row has draws of its own.
-        num_best: How many of the most likely ids are wanted at every step; None for no log-probabilities.
-        take: Takes what every step writes.
+        num_best: Number of most likely ids to return at every step; None for no log-probabilities.
+        take: Receives what every step writes.
 
     Attributes:
         row: The row, once `generate` has come to its loop.
@@ -104,7 +104,7 @@ class SharedMode(TokenMode):
         self._num_best, self._take = num_best, take
 
     def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
-        """Make the decoder, and leave the processors to the row."""
+        """Create the decoder, and leave the processors to the row."""
         call, settings = self.call, self.call.settings
         if call.config.draws_one:
             refuse_processors(stock)
@@ -126,7 +126,7 @@ class SharedMode(TokenMode):
         return stock
 
     def sample(self, loop: Loop) -> Tensor:
-        """Make the row; the loop does not run."""
+        """Create the row; the loop does not run."""
         do_sample = bool(self.call.settings.do_sample)
         decoder: Any = self.decoder
         self.row = Row(
@@ -143,5 +143,5 @@ class SharedMode(TokenMode):
         return loop.input_ids
 
     def criteria(self, stock: Any) -> Any:
-        """Leave them as they are."""
+        """Leave them unchanged."""
         return stock

@@ -1,4 +1,4 @@
-"""Deciding span by span: members propose spans of words, score one another's, and the best is written."""
+"""Deciding span by span: members propose spans of words and score each other's, and the best is written."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from ..scoring.likelihoods import Batch, Found, score_by_spans
 from .base import Mode
 
 _ACTING_ANYWHERE = WARPERS | {"RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"}
-"""Processors that know ids by the text before them only, if at all, so that they act on any member's own."""
+"""Processors that use only a row's earlier ids, if any, so that they can act on any member's own ids."""
 
 _EARLY_END_PROCESSORS = {"MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"}
 
@@ -53,7 +53,7 @@ class SpanMode(Mode):
 
     def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
         """Keep those that act on every member's proposals; refuse those that know the primary's ids only."""
-        # How early a text may end is counted in the primary's ids: see `SpanDecoder`. Members read rows one by one,
+        # The earliest end of a text is counted in the primary's ids: see `SpanDecoder`. Members read rows one by one,
         # without padding.
         kept = [counting_all(item) for item in stock if type(item).__name__ not in _EARLY_END_PROCESSORS]
         writing = {0, *self.call.weights.participants}
@@ -67,7 +67,7 @@ class SpanMode(Mode):
         return kept
 
     def sample(self, loop: Loop) -> Any:
-        """Decide round by round, and write what is decided id by id."""
+        """Decide round by round, and write the result id by id."""
         decoder = SpanDecoder(self.call, loop)
         ids = loop.write(decoder.next_ids)
         if not loop.settings.return_dict_in_generate:
@@ -78,5 +78,5 @@ class SpanMode(Mode):
         return output
 
     def score_batch(self, batch: Batch, end_ids: Sequence[int]) -> Found:
-        """Score by the mean over the members of each one's own log-probability."""
+        """Score by the mean of the members' own log-probabilities."""
         return score_by_spans(self.call.members, batch)

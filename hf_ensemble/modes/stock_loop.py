@@ -21,32 +21,33 @@ WAITS = "primary_waits"
 """Marks the forward passes of the decoding loop in which the primary does not run; its own state does, if needed."""
 
 _CACHES = ("past_key_values", "cache")
-"""What the stock loop calls a cache."""
+"""Names of a cache in the stock loop."""
 
 _running: ContextVar[tuple[Any, Any]] = ContextVar("running", default=(None, None))
-"""The `Mode` of the call of `generate` that runs here, and the generation config that its stock loop has prepared, once
-it has. Another mode may take over then.
+"""The `Mode` of the running call of `generate`, and the generation config of its stock loop once prepared. Another
+mode may then take over.
 
-Every thread has its own, and a call within a call puts the outer one's back. What is scheduled meanwhile, such as a
-callback of an event loop, keeps the mode, with its caches, until it has run.
+Every thread has its own, and a nested call restores the outer one's. Work scheduled meanwhile, such as a callback of
+an event loop, keeps the mode with its caches until it has run.
 """
 
 
 def waiting(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a stock loop in which the primary does not run; without a cache, which nobody would fill."""
+    """Arguments of a stock loop in which the primary does not run; without a cache, which would stay empty."""
     return {**{key: value for key, value in kwargs.items() if key not in _CACHES}, WAITS: True}
 
 
 def _mode_of(generation_config: Any) -> Mode | None:
-    """The mode of the loop with this generation config: none if it runs inside a call, as in one of its processors."""
+    """The mode of the loop with this generation config; None for another loop nested inside a call."""
     mode, prepared = _running.get()
     return mode if prepared is generation_config else None
 
 
 class Hook(LogitsProcessor):
-    """What a mode does in the stock loop, among the processors.
+    """A mode's action in the stock loop, as a processor.
 
-    The stock list reads the signature of what it calls at every step, which takes ten times as long for a plain function.
+    The stock list reads the signature of every processor at every step, which takes ten times as long for a plain
+    function.
 
     Args:
         function: Takes all ids so far, of shape `(num_rows, length)`, and the scores; returns scores.
@@ -61,7 +62,7 @@ class Hook(LogitsProcessor):
 
 
 class FollowingCriteriaList(StoppingCriteriaList):
-    """Stopping criteria after which somebody takes up the step's ids, before any streamer sees them.
+    """Stopping criteria that pass on a step's ids, before any streamer sees them.
 
     A row that has ended stays so, whatever the criteria answer for its later ids.
 
@@ -69,7 +70,7 @@ class FollowingCriteriaList(StoppingCriteriaList):
         criteria: The criteria of the call.
         follow: Takes all ids so far, of shape `(batch_size, length)`, and which rows have ended, of shape
             `(batch_size,)`; returns which have now.
-        begin: Takes all ids so far, before the criteria do: what it starts on a GPU runs beside them.
+        begin: Takes all ids so far, before the criteria do, so that GPU work it starts runs beside them.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class FollowingCriteriaList(StoppingCriteriaList):
         self._done: Tensor | None = None
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
-        """Say which rows have ended, of shape `(batch_size,)`."""
+        """Return which rows have ended, of shape `(batch_size,)`."""
         self._begin(input_ids)
         done: Any = super().__call__(input_ids, scores, **kwargs)
         self._done = self._follow(input_ids, done if self._done is None else self._done | done)
@@ -91,26 +92,26 @@ class FollowingCriteriaList(StoppingCriteriaList):
 
 
 class RecordedCriteriaList(StoppingCriteriaList):
-    """Stopping criteria of which it is recorded at every step which rows they have ended.
+    """Stopping criteria that record at every step which rows they have ended.
 
     Args:
         criteria: The criteria of the call.
-        ends: Takes what they say at each step, of shape `(batch_size,)`.
+        ends: Takes their result at each step, of shape `(batch_size,)`.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, ends: list[Tensor]):
-        super().__init__(criteria)  # the stock loop looks what is among them
+        super().__init__(criteria)  # the stock loop inspects the list
         self._criteria, self._ends = criteria, ends
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
-        """Say which rows have ended, of shape `(batch_size,)`."""
+        """Return which rows have ended, of shape `(batch_size,)`."""
         done: Any = self._criteria(input_ids, scores, **kwargs)
         self._ends.append(done)
         return done
 
 
 class WatchedCriteriaList(StoppingCriteriaList):
-    """Stopping criteria that know what has been written: every step that is complete passes here, whoever writes.
+    """Stopping criteria that record what has been written: every complete step passes here, in every mode.
 
     Args:
         criteria: The criteria of the call.
@@ -122,16 +123,16 @@ class WatchedCriteriaList(StoppingCriteriaList):
         self._criteria, self._call = criteria, call
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
-        """Say which rows have ended, of shape `(batch_size,)`."""
+        """Return which rows have ended, of shape `(batch_size,)`."""
         done: Any = self._criteria(input_ids, scores, **kwargs)
         self._call.written = input_ids
         return done
 
 
 class StockLoopHooks:
-    """What `generate` asks of a model: of the primary, or of the call's mode.
+    """The hooks of `generate`, answered by the primary or by the call's mode.
 
-    To be mixed into a `GenerationMixin` that has `primary_member`.
+    Mix-in for a `GenerationMixin` with `primary_member`.
     """
 
     primary_member: Member
@@ -152,7 +153,7 @@ class StockLoopHooks:
         return member.model
 
     def _prepare_special_tokens(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
-        # Stock processors take every end id for a column, and the first one pads where there is no pad token.
+        # Stock processors treat every end id as a column, and without a pad token, the first one pads.
         ends: Any = generation_config.eos_token_id
         if ends is not None:
             ends = torch.as_tensor(ends).flatten().tolist()
@@ -164,8 +165,8 @@ class StockLoopHooks:
     def generate_in(
         self, mode: Mode, inputs: Any, *, logits_processor: Any, stopping_criteria: Any, **kwargs: Any
     ) -> Any:
-        """Run the stock `generate` in a mode, which puts into an output object what it knows; for modes only."""
-        # Any iterables will do.
+        """Run the stock `generate` in a mode, which adds to an output object; for modes only."""
+        # Any iterables are allowed.
         kwargs["logits_processor"] = LogitsProcessorList(logits_processor or ())
         kwargs["stopping_criteria"] = StoppingCriteriaList(stopping_criteria or ())
         token = _running.set((mode, None))
@@ -181,13 +182,13 @@ class StockLoopHooks:
         return output
 
     def _add_written(self, error: MemberError, call: Call) -> None:
-        """Let an error say what was written before it; a call within the call has said so itself."""
+        """Add the text so far to an error; a nested call has already done so."""
         if call.written is None or error.written:
             return
         token_bytes = self.primary_member.encoder.token_bytes
         rows = call.written[:, call.prompt_length :]
         if call.settings.num_beams > 1:
-            # Criteria are shown more candidates of a prompt than there are beams, the best first.
+            # Criteria see more candidates of a prompt than there are beams, the best first.
             rows = rows.unflatten(0, (call.num_prompts, -1))[:, : call.settings.num_beams].flatten(0, 1)
         error.written = tuple(token_bytes.write(ids).decode("utf-8", "replace") for ids in rows.tolist())
         error.args = (f"{error} {messages.written_so_far(error.written, rows.shape[1])}",)
@@ -216,7 +217,7 @@ class StockLoopHooks:
         criteria: StoppingCriteriaList = super()._get_stopping_criteria(**kwargs)  # type: ignore[misc]
         if kwargs["generation_config"] is not config:
             own = StoppingCriteriaList([stop_string_criteria(config.stop_strings, tokenizer)])
-            # One that the user passed takes the place of this one, as in the stock loop.
+            # One that the user passed replaces this one, as in the stock loop.
             criteria = self._merge_criteria_processor_list(own, criteria)  # type: ignore[attr-defined]
         if mode is None:
             return criteria
@@ -270,7 +271,7 @@ class StockLoopHooks:
             return CausalLMOutputWithPast(logits=input_ids.new_zeros(len(input_ids), 1, member.vocab_size).float())
         primary = self.primary
         if position_ids is not None and member.max_positions is not None:
-            # Rows that have ended are padded on, and their positions would run out of the table.
+            # Ended rows are padded further, and their positions would exceed the table.
             position_ids = position_ids.clamp_max(member.max_positions - 1)
         cache = past_key_values if cache is None else cache
         given = {

@@ -1,4 +1,4 @@
-"""Stop strings, whose tables are made once for a tokenizer: for 262,144 entries that takes a second or two."""
+"""Stop strings, whose tables are made once per tokenizer: for 262,144 entries, that takes a second or two."""
 
 import copy
 from collections import OrderedDict
@@ -10,25 +10,25 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StopStringCriteria
 
 _NUM_KEPT = 8
-"""Sets of stop strings that are kept for a tokenizer; the one that was longest not asked for is dropped."""
+"""Number of sets of stop strings kept per tokenizer; the one unused for longest is dropped."""
 
 _NUM_PROBES = 4096
-"""Entries of the vocabulary that are looked at to tell whether it is another one; of a smaller one all."""
+"""Number of entries to compare to detect another vocabulary; all entries of a smaller one."""
 
 _made: "WeakKeyDictionary[Any, OrderedDict[tuple[str, ...], tuple[Any, StopStringCriteria]]]" = WeakKeyDictionary()
-"""By tokenizer and stop strings: the state of the tokenizer for which the criterion was made, and the criterion."""
+"""By tokenizer and stop strings: the tokenizer's state when the criterion was made, and the criterion."""
 
 
 def stop_string_criteria(stop_strings: str | list[str], tokenizer: Any) -> StopStringCriteria:
-    """The criterion that `transformers` makes for stop strings, with the tables of an earlier call if there are any.
+    """Return the criterion of `transformers` for stop strings, with the tables of an earlier call if there are any.
 
-    `StopStringCriteria` has a cache of its own, but looks it up by the whole vocabulary, which takes half as long as new
-    tables (and finds nothing where the tokenizer lists its vocabulary in another order each time). Tables are made anew if
-    the tokenizer's added tokens, decoder, size or any of some thousand entries have changed since.
+    `StopStringCriteria` has a cache of its own, but looks it up by the whole vocabulary, which takes half as long as
+    new tables (and finds nothing if the tokenizer lists its vocabulary in a different order each time). Tables are
+    rebuilt if the tokenizer's added tokens, decoder, size or any of about a thousand entries have changed.
 
     Args:
         stop_strings: One or more.
-        tokenizer: Of the ids; read, never changed.
+        tokenizer: The tokenizer of the ids; never changed.
     """
     state = _state_of(tokenizer)
     if state is None:
@@ -46,12 +46,12 @@ def stop_string_criteria(stop_strings: str | list[str], tokenizer: Any) -> StopS
 
 
 class AfterLostSpace(StoppingCriteria):
-    """Stop strings in texts whose first word loses the space that its tokenizer puts before it: that is none of the text.
+    """Stop strings in texts whose first word loses the space that its tokenizer adds, which is not part of the text.
 
     Args:
         criterion: The criterion of these strings.
-        loses_space: For each prompt whether its text does so. A prompt may have several rows, one after the other.
-        write: The bytes that ids write.
+        loses_space: For each prompt whether its text does so. A prompt may have several consecutive rows.
+        write: Returns the bytes that ids write.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class AfterLostSpace(StoppingCriteria):
         self._criterion, self._loses_space, self._write = criterion, loses_space, write
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Say which rows have ended, of shape `(num_rows,)`."""
+        """Return which rows have ended, of shape `(num_rows,)`."""
         found: Any = self._criterion(input_ids, scores, **kwargs).clone()
         for row in found.nonzero().flatten().tolist():
             if self._loses_space[row * len(self._loses_space) // len(found)]:
@@ -70,14 +70,14 @@ class AfterLostSpace(StoppingCriteria):
 
 
 def without_stop_strings(generation_config: GenerationConfig) -> GenerationConfig:
-    """A generation config that is the same but for stop strings."""
+    """Return the same generation config without stop strings."""
     twin = copy.copy(generation_config)
     twin.stop_strings = None
     return twin
 
 
 def _state_of(tokenizer: Any) -> Any:
-    """What changes when somebody changes what a tokenizer's ids write; None where nothing tells it quickly."""
+    """A value that changes when a tokenizer's ids change their text; None if that cannot be computed quickly."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -85,5 +85,5 @@ def _state_of(tokenizer: Any) -> Any:
     entries = [backend.id_to_token(i) for i in range(0, size, max(1, size // _NUM_PROBES))]
     added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
     decoder = None if backend.decoder is None else backend.decoder.__getstate__()
-    # The backend itself: another one may have been put in its place.
+    # The backend itself, because it may have been replaced.
     return backend, size, entries, added, decoder

@@ -31,7 +31,7 @@ class TokenMode(Mode):
     decoder: TokenDecoder
 
     def refuse(self) -> None:
-        """Refuse sampling and beams where the method's options allow neither."""
+        """Refuse sampling and beams if the method's options allow neither."""
         config, settings = self.call.config, self.call.settings
         beams = settings.num_beams
         why = f"{config.greedy_only}. Pass `do_sample=False` and `num_beams=1`"
@@ -71,7 +71,7 @@ class TokenMode(Mode):
             method,
             prompt_ids,
             prompt_mask,
-            # The stock loop warns of no control token.
+            # The stock loop does not warn about control tokens.
             range(call.members[0].vocab_size) if call.is_by_primary else end_ids(settings),
             is_wide=is_wide,
             constraints=constraints,
@@ -81,7 +81,7 @@ class TokenMode(Mode):
             max_new_tokens=settings.max_length - prompt_ids.shape[1],
         )
         constraints = [without_padding(item, prompt_mask) for item in constraints]
-        # Proposals decide alone wherever the last constraint leaves some of them.
+        # Proposals decide alone if the last constraint allows some of them.
         settling = [Hook(decoder.settle)] if constraints and method.proposes_few else []
         if is_beam_search:
             first = Hook(decoder.fuse_beams)
@@ -92,17 +92,17 @@ class TokenMode(Mode):
         return [first, *constraints, *settling, *warpers, last]
 
     def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
-        """Let the decoder follow what is written, unless rows move, as beams do."""
+        """Let the decoder follow the written ids, unless rows move, as beams do."""
         if self.call.settings.num_beams > 1:
             return stock
         return FollowingCriteriaList(stock, self.decoder.receive, self.decoder.run_ahead)
 
     def sample(self, loop: Loop) -> Any:
-        """Run the stock loop; the primary's own passes are left out where its state runs it."""
+        """Run the stock loop, without the primary's own passes if its state runs it."""
         if self.decoder.rows.runs_primary:
             loop.kwargs = waiting(loop.kwargs)
         if self.call.draws.are_seeded:
-            # What is drawn is all that is left, and torch's generator stays as it is.
+            # Only one id is left to draw, and torch's generator is not advanced.
             loop.settings.do_sample = False
         return loop.run()
 
@@ -115,7 +115,7 @@ class TokenMode(Mode):
     def _primary_can_wait(self, method: TokenMethod) -> bool:
         """Whether the primary need not run in the decoding loop.
 
-        Some steps do without it, its steps are captured, or they are part of others' forward passes.
+        This is so if some steps do without it, its steps are captured, or they are part of others' forward passes.
         """
         call = self.call
         if not call.members[0].runs_in_loop:
@@ -130,7 +130,7 @@ class TokenMode(Mode):
 
 
 def refuse_processors(stock: Sequence[LogitsProcessor]) -> None:
-    """Refuse processors where one member is drawn for each token.
+    """Refuse processors if one member is drawn for each token.
 
     Raises:
         ConfigurationError: If there are any.

@@ -1,4 +1,4 @@
-"""A member by itself that writes candidates: its own loop, with draws of every row's own."""
+"""A single member that writes candidates in its own loop, with its own draws for every row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from .tokens import TokenMode
 
 
 class _Watched(PrimaryAlone):
-    """A member's own logits, as they are, and what tells whether they are numbers."""
+    """A member's own logits, unchanged, and a check that they are finite."""
 
     def mix(self, logits: Sequence[Tensor | None], weights: Tensor) -> Mixed:
         mixed = super().mix(logits, weights)
@@ -26,15 +26,15 @@ class _Watched(PrimaryAlone):
 
 
 class WriterMode(TokenMode):
-    """A member writes by itself. Rows of one prompt share its forward pass.
+    """The mode of a member that writes by itself. Rows of one prompt share its forward pass.
 
     Args:
         call: The call.
-        loses_space: For each prompt whether the first word of its text loses the space that its tokenizer puts before it.
+        loses_space: For each prompt whether the first word of its text loses the space that its tokenizer adds.
 
     Attributes:
-        log_probs: For each step the log-probability of what was written by the member's own distribution, before any
-            option changes it, of shape `(num_rows,)`; none in beam search.
+        log_probs: For each step, the log-probability of the written ids by the member's own distribution, before any
+            option changes it, of shape `(num_rows,)`; empty in beam search.
     """
 
     def __init__(self, call: Call, loses_space: Sequence[bool] = (False,)):
@@ -44,7 +44,7 @@ class WriterMode(TokenMode):
         self._log_probs_of_step: Tensor | None = None
 
     def processors(self, stock: Sequence[Any], prompt_ids: Tensor, prompt_mask: Tensor | None) -> Sequence[Any]:
-        """Leave them as they are, between what reads the member's state and what draws from what they left."""
+        """Leave them unchanged, between the hooks that read the member's state and draw."""
         call, settings = self.call, self.call.settings
         member, do_sample = call.members[0], settings.do_sample
         stock = [without_padding(item, prompt_mask) for item in stock]
@@ -71,7 +71,7 @@ class WriterMode(TokenMode):
         return scores
 
     def criteria(self, stock: StoppingCriteriaList) -> StoppingCriteriaList:
-        """Let the decoder follow what is written, and keep how likely that was."""
+        """Let the decoder follow the written ids, and keep their log-probabilities."""
         if any(self.loses_space):
             write = self.call.members[0].encoder.token_bytes.write
             stock = StoppingCriteriaList(

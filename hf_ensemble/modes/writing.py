@@ -1,4 +1,4 @@
-"""Candidates: what every member, and every method that is named, writes to the prompts of a call."""
+"""Candidates: the answers of every member, and of every named method, to the prompts of a call."""
 
 import contextlib
 import copy
@@ -39,7 +39,7 @@ _PATIENCE = 3.0
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call asks its writers for.
+    """The task of a call's writers.
 
     Attributes:
         inputs: The primary's prompt ids, of shape `(num_rows, length)`, left-padded.
@@ -47,9 +47,9 @@ class Asked:
         prompts: What every member reads.
         weights: Each row's mixing weights, of shape `(num_rows, num_members)`.
         settings: The options of the call.
-        max_new_tokens: Most ids of an answer.
-        seed: From which everybody's seeds follow; None where nothing is drawn.
-        arguments: Processors and criteria of the call, by the names that `generate` has for them.
+        max_new_tokens: Largest number of ids of an answer.
+        seed: Determines all writers' seeds; None without sampling.
+        arguments: Processors and criteria of the call, by their names in `generate`.
     """
 
     inputs: Tensor
@@ -67,8 +67,8 @@ class Writing:
 
     Args:
         ensemble: The `EnsembleForCausalLM`.
-        call: What the call works with.
-        asked: What is asked for.
+        call: The call.
+        asked: The task.
     """
 
     def __init__(self, ensemble: Any, call: Call, asked: Asked):
@@ -85,14 +85,14 @@ class Writing:
         }
 
     def check(self, num_returned: int) -> None:
-        """Refuse prompts that somebody cannot go on from, and more answers than are written, before anybody runs.
+        """Refuse prompts that a member cannot continue, and too few written answers, before anything runs.
 
         Args:
             num_returned: Number of answers that are returned for each row.
 
         Raises:
-            ConfigurationError: If a prompt ends inside a character for which a member has no byte tokens, or too few
-                answers are written to it.
+            ConfigurationError: If a prompt ends inside a character and a member has no byte tokens, or too few answers
+                are written for it.
         """
         for row, count in enumerate(self.num_written):
             if num_returned > count:
@@ -111,22 +111,22 @@ class Writing:
 
     @property
     def num_written(self) -> list[int]:
-        """How many answers are written to each row."""
+        """Number of answers written for each row."""
         config = self._config
         num_members: list[int] = (self._asked.weights != 0).sum(-1).tolist()
         return [config.num_candidates * num + len(config.methods) for num in num_members]
 
     def run(self) -> list[list[Written]]:
-        """Write, in every place at the same time.
+        """Write, at all places at the same time.
 
         Returns:
-            For each row what was written to it.
+            For each row, its answers.
 
         Raises:
             MemberError: If a member fails.
         """
         if self._asked.settings.max_time is not None:
-            # Of all who write together.
+            # The time of all that write together.
             self._stop_at = time.monotonic() + self._asked.settings.max_time
         by_place: dict[Hashable, list[int]] = {}
         for index in self._rows_of:
@@ -141,7 +141,7 @@ class Writing:
                     bar.update(len(self._rows_of[index]) * self._config.num_candidates)
                 return written
 
-            # First who may still find that options do not suit them.
+            # First those that may still refuse options.
             for number, method in enumerate(self._config.methods):
                 for row, written in self._by_method(number, method):
                     found[row].append(written)
@@ -181,7 +181,7 @@ class Writing:
     def _by_itself(
         self, index: int, settings: Any, items: Sequence[tuple[int, int]]
     ) -> list[tuple[int, Written]] | None:
-        """What a member writes that is no ensemble of one; None for one that is."""
+        """The answers of a member that writes by itself; None for one that writes as an ensemble of one."""
         member, prompts = self._call.members[index], self._asked.prompts
         if not member.writes_by_itself:
             return None
@@ -202,7 +202,7 @@ class Writing:
         ]
 
     def _alone(self, index: int) -> Any:
-        """A member as an ensemble of one, whose generation config says nothing."""
+        """A member as an ensemble of one, with an empty generation config."""
         kept = self._call.kept.alone
         if index not in kept:
             kept[index] = self._ensemble.writer(index)
@@ -210,7 +210,7 @@ class Writing:
         return kept[index]
 
     def _settings_of(self, index: int) -> Any:
-        """The options of the call as they are for one member."""
+        """The options of the call for one member."""
         own, member = self._own_settings(), self._call.members[index]
         if index > 0:
             own.eos_token_id = list(member.eos_token_ids) or None
@@ -222,7 +222,7 @@ class Writing:
         asked = self._asked
         own = copy.deepcopy(asked.settings)
         own.max_new_tokens, own.max_length = asked.max_new_tokens, None
-        # It counts the prompt, of which every member has another number of ids.
+        # It counts the prompt, which has a different number of ids for every member.
         own.min_new_tokens = max(own.min_new_tokens or 0, (own.min_length or 0) - asked.inputs.shape[1]) or None
         own.min_length = None
         own.num_return_sequences = 1
@@ -285,16 +285,16 @@ class Writing:
         items: Sequence[tuple[int, int]],
         loses_space: Sequence[bool],
     ) -> list[tuple[int, Written]]:
-        """Let a mode write to rows, and read what it has written.
+        """Let a mode write for rows, and read its answers.
 
         Args:
             mode: The mode.
             ensemble: Whose stock loop runs: the ensemble, or a member as an ensemble of one.
-            ids: Prompt ids of the one who writes, of shape `(num_items, length)`, left-padded.
+            ids: The writer's prompt ids, of shape `(num_items, length)`, left-padded.
             mask: 1 for ids of the prompt and 0 for padding, of the same shape; None for no padding.
             settings: The options.
-            items: For each row its number in the call, and which of the writer's answers it is.
-            loses_space: For each row whether the first word of what is written loses its space.
+            items: For each row, its index in the call, and which of the writer's answers it is.
+            loses_space: For each row, whether the first written word loses its space.
         """
         writer = mode.call.members[0]
         is_primary = writer is self._call.members[0]
@@ -321,14 +321,14 @@ class Writing:
 
 
 def _side_by_side(run: Callable[[_Item], list[_Made]], items: Sequence[_Item]) -> list[_Made]:
-    """Run items at the same time, each in a thread of its own; one alone stays in this thread."""
+    """Run items at the same time, each in its own thread; a single item stays in this thread."""
     if len(items) < 2:
         return [made for item in items for made in run(item)]
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
 
     def run_alike(item: _Item) -> list[_Made]:
-        # What a thread has of its own is as it is here.
+        # Thread-local settings are copied from this thread.
         with contextlib.ExitStack() as stack:
             for kind, dtype in dtypes.items():
                 stack.enter_context(torch.autocast(kind, dtype))
@@ -339,7 +339,7 @@ def _side_by_side(run: Callable[[_Item], list[_Made]], items: Sequence[_Item]) -
 
 
 def _summed(steps: Sequence[Tensor], lengths: Sequence[int]) -> list[float | None]:
-    """Sums of each row's first log-probabilities; None where there are none."""
+    """Sums of each row's first log-probabilities; None if there are none."""
     if not steps:
         return [None] * len(lengths)
     rows = torch.stack(list(steps), dim=-1).double().tolist()
@@ -355,14 +355,14 @@ def _read_answers(
     arguments: dict[str, Any],
     loses_space: Sequence[bool],
 ) -> Iterator[tuple[tuple[int, ...], Literal["eos", "text"] | None]]:
-    """Read what was written, without what fills rows that ended before others.
+    """Read the written ids, without the padding of rows that ended before others.
 
     Args:
-        member: Whose ids they are.
+        member: The member that wrote them.
         output: All ids, of shape `(num_rows, length)`.
         prompt_length: Number of ids of the prompts, padding included.
         settings: The options.
-        ends: For each step which rows the criteria had ended, of shape `(num_rows,)`. Not read of a beam search.
+        ends: For each step, which rows the criteria had ended, of shape `(num_rows,)`. Not used for beam search.
         arguments: Processors and criteria of the call.
         loses_space: For each row whether its first word loses a space.
 
@@ -375,7 +375,7 @@ def _read_answers(
         stop = stop_string_criteria(settings.stop_strings, member.tokenizer)
         stops = [AfterLostSpace(stop, [loses], member.encoder.token_bytes.write) for loses in loses_space]
 
-    # What else than a criterion of the user's may have ended a row before its length.
+    # What may have ended a row early, other than the user's criteria.
     is_early = bool(arguments.get("stopping_criteria")) and settings.max_time is None
     done = torch.stack(list(ends)).T.tolist() if ends and settings.num_beams == 1 else [[]] * len(output)
     for row, done_at, stop in zip(output, done, stops, strict=True):
@@ -383,7 +383,7 @@ def _read_answers(
         if settings.num_beams == 1:
             length = done_at.index(True) + 1 if True in done_at else len(new)
         else:
-            # Beams leave nothing but their ids.
+            # Beam search returns nothing but ids.
             length = next((n for n, i in enumerate(new, start=1) if i in ends_text), None)
             if length is None:
                 length = len(new) - _num_padding(member, new, settings.pad_token_id)
@@ -401,6 +401,6 @@ def _read_answers(
 
 
 def _num_padding(member: Member, ids: Sequence[int], pad_id: int | None) -> int:
-    """How many ids at the end are padding, which is a control token; others were written."""
+    """Number of padding ids at the end; padding is a control token, others were written."""
     is_padding = [i == pad_id and member.is_control(i) for i in ids]
     return len(list(itertools.takewhile(bool, reversed(is_padding))))

@@ -1,1 +1,1 @@
-"""Who decided what."""
+"""Records of which member decided what."""

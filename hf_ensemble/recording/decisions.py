@@ -18,9 +18,9 @@ class Decisions:
 
     Attributes:
         rows: For each row of the output, its decisions.
-        members: The members' names, the primary's first; equal ones numbered.
+        members: The members' names, the primary's first; equal names are numbered.
         prompts: For each row, its prompt.
-        is_by_spans: Whether spans were decided, not tokens.
+        is_by_spans: Whether the decisions are about spans, not tokens.
     """
 
     rows: tuple[tuple[Decision, ...], ...]
@@ -45,13 +45,13 @@ class Decisions:
         return f"Decisions(rows={len(self.rows)}, decisions={num}, members={list(self.members)})"
 
     def to_dataframe(self) -> Any:
-        """Give the decisions as a `pandas.DataFrame`: one line for each decision and member.
+        """Return the decisions as a `pandas.DataFrame`, with one row per decision and member.
 
-        Columns of the decision, the same on the lines of all members: `row`; `decision`, counted from 0 in its row;
+        Columns of the decision, the same in the rows of all members: `row`; `decision`, counted from 0 in its row;
         `start`, the number of new ids before it; `num_ids`; `text`; `control`; `probability`; `decided_by`, a name;
         `agreement`; `is_gate_open`. Columns of the member: `member`, a name; `is_heard`; `weight`;
-        `member_probability`; `agrees`; `proposes`; `best_text` and `best_probability` of its best entry; `best`, the list
-        of all that were kept. What a member did not say is missing.
+        `member_probability`; `agrees`; `proposes`; `best_text` and `best_probability` of its best entry; `best`, the
+        list of all recorded ones. Values that a member did not give are missing.
 
         Raises:
             ConfigurationError: If pandas is not installed.
@@ -72,10 +72,10 @@ class Decisions:
         return data_frame("to_dataframe", lines, (*_OF_DECISION, *_OF_MEMBER, *_OF_BEST), types)
 
     def to_html(self, path: str | os.PathLike[str], title: str = "Decisions") -> None:
-        """Write one page that needs no network: the texts, coloured by who decided, with the numbers on hover.
+        """Write a page that needs no network: the texts, coloured by the deciding member, with the numbers on hover.
 
-        Colour and underline say who decided, the strength of the colour how sure that member was; details show under the
-        pointer or, with the arrow keys, the focus.
+        Colour and underline show which member decided, and the strength of the colour how sure it was. Details appear
+        under the pointer or, with the arrow keys, the focus.
 
         Args:
             path: File to write.
@@ -102,7 +102,7 @@ _OF_BEST = ("best_text", "best_probability", "best")
 
 
 def _values_of(said: MemberDecision | None) -> tuple[Any, ...]:
-    """What stands in a member's columns from `weight` on."""
+    """The values of a member's columns from `weight` on."""
     if said is None:
         return (None,) * 7
     best = said.best[0] if said.best else (None, None)

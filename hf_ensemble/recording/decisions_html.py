@@ -11,13 +11,13 @@ from .decision import Decision, MemberDecision
 def decisions_page(
     rows: Sequence[Sequence[Decision]], members: Sequence[str], prompts: Sequence[str], is_by_spans: bool, title: str
 ) -> str:
-    """Make one page that needs no network: the texts, coloured by who decided, with the numbers on hover.
+    """Return a page that needs no network: the texts, coloured by the deciding member, with the numbers on hover.
 
     Args:
         rows: For each row of the output, its decisions.
         members: The members' names.
         prompts: For each row, its prompt.
-        is_by_spans: Whether spans were decided, not tokens.
+        is_by_spans: Whether the decisions are about spans, not tokens.
         title: Heading of the page.
     """
     data = {
@@ -40,7 +40,7 @@ def decisions_page(
 
 
 def _lines(decisions: Sequence[Decision], members: Sequence[str]) -> Iterator[str]:
-    """The lines of the table of members; the last is for what no single one decided, if there is such."""
+    """The rows of the table of members; the last is for decisions without a single decider, if there are any."""
     total = max(1, len(decisions))
     for who in (*range(len(members)), None):
         decided = sum(decision.decided_by == who for decision in decisions)

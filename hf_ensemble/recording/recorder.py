@@ -1,4 +1,4 @@
-"""Recording who decides what in a call: small tensors at every step, read by the host in blocks and at the end."""
+"""Records which member decides what in a call: small tensors at every step, read by the host in blocks and at the end."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,23 +17,23 @@ from .decisions import Decisions
 from .names import Piece, name_of, names_of, pieces_of, prompts_of
 
 _BLOCK = 256
-"""Steps after which what was recorded moves to the host, so that a long text holds little memory on the device."""
+"""Number of steps after which records move to the host, so that a long text needs little memory on the device."""
 
 
 @dataclass
 class _Step:
-    """A step at which something is chosen. Who counts in it is on the CPU.
+    """A step with a choice. Which members count is kept on the CPU.
 
     Attributes:
         number: Number of steps before it.
         weights: Mixing weights, of shape `(batch_size, num_members)`.
-        heard: In which rows which member counts, of the same shape.
+        heard: Which member counts in which row, of the same shape.
         closed: Rows that a gate closed; None without a gate.
         queued: Rows that do not choose.
-        members: Numbers of those of which something is recorded.
+        members: Indices of the recorded members.
         starts: Rows in which a text begins.
-        numbers: For each row the ensemble's probability of what was chosen, then, for each member, its own, those of its
-            best entries, their ids, and 1 for those that are what was chosen; once it is chosen.
+        numbers: For each row, the ensemble's probability of the choice; then for each member its own, those of its
+            best entries, their ids, and 1 for entries that were chosen. Set after the choice.
     """
 
     number: int
@@ -48,7 +48,7 @@ class _Step:
 
 @dataclass
 class DecisionRecorder:
-    """What is kept of the steps of one call, and what it comes to.
+    """The records of the steps of one call, and the decisions made from them.
 
     Attributes:
         members: The members; the first is the primary.
@@ -56,7 +56,7 @@ class DecisionRecorder:
         prompt_ids: Of shape `(batch_size, prompt_length)`, a row for each row of the output.
         prompt_mask: 1 for ids of the prompt and 0 for padding, of the same shape or with a row for each prompt; None for
             no padding.
-        num_entries: How many best entries of each member are kept.
+        num_entries: Number of best entries kept per member.
         is_wide: Whether union entries are chosen, not the primary's ids.
         reads_first_ids: Whether, of an entry that a member lacks, the method reads the first id that writes it.
         maps_at_start: Index maps where a text begins; None where they are as anywhere.
@@ -104,13 +104,13 @@ class DecisionRecorder:
         listing: Collection[int] = (),
         starts: Collection[int] = (),
     ) -> None:
-        """Take what is known before the choice.
+        """Record what is known before the choice.
 
         Args:
             logits: Each member's logits in float32, of shape `(batch_size, vocab_size)`, or None.
             fused: The ensemble's log-probabilities, of shape `(batch_size, width)`.
             weights: Mixing weights, of shape `(batch_size, num_members)`, on the CPU.
-            heard: In which rows which member counts, of the same shape.
+            heard: Which member counts in which row, of the same shape.
             closed: Rows that a gate closed; None without a gate.
             queued: Rows that do not choose.
             listing: Members of which these are log-probabilities, of few ids.
@@ -125,7 +125,7 @@ class DecisionRecorder:
         self._pending = fused, logprobs, step
 
     def choose(self, chosen: Tensor, done: Tensor) -> None:
-        """Take what was chosen.
+        """Record the choice.
 
         Args:
             chosen: Chosen ids, the primary's or union ids, of shape `(batch_size,)`.
@@ -178,7 +178,7 @@ class DecisionRecorder:
         return torch.cat([prob.clamp_max(1.0), best.exp(), best_ids, keys[best_ids] == key], -1)
 
     def _move_to_host(self) -> None:
-        """Move what was recorded since the last time, in one transfer."""
+        """Move the new records to the host, in one transfer."""
         steps = [step for step in self._steps if isinstance(step.numbers, Tensor)]
         if steps:
             there = [step.numbers for step in steps]
@@ -187,7 +187,7 @@ class DecisionRecorder:
                 step.numbers = numbers.tolist()
 
     def decisions(self, sequences: Tensor) -> Decisions:
-        """Put together what was recorded.
+        """Build the decisions from the records.
 
         Args:
             sequences: The output of the call, prompts included, of shape `(batch_size, length)`.
@@ -195,7 +195,7 @@ class DecisionRecorder:
         self._move_to_host()
         written = sequences[:, sequences.shape[1] - len(self._done) :].tolist()
         ended = torch.stack(self._done).cpu() if self._done else torch.zeros(0, len(written), dtype=torch.bool)
-        # The step in which a row ends still writes in it; later ones do not.
+        # The step in which a row ends still writes in it; later steps do not.
         lengths = (~ended).long().cumprod(0).sum(0).add(1).clamp_max(len(self._done)).tolist()
         rows = []
         for row, length in enumerate(lengths):

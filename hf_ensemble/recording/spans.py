@@ -1,4 +1,4 @@
-"""What is recorded of a call that was decided span by span, and the decisions that it comes to."""
+"""Records of a call decided span by span, and the decisions made from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from .names import Piece, name_of, names_of, pieces_of, prompts_of
 
 @dataclass(frozen=True)
 class SpanCandidate:
-    """A span that was offered in a round.
+    """A span on offer in a round.
 
     Attributes:
-        data: What it writes.
+        data: Its bytes.
         has_eos: Whether the text ends with it.
         proposers: Members that wrote it.
-        scores: Every member's score, None for a member that takes no part; None as a whole where there was nothing to
-            choose from.
+        scores: Every member's score, None for a member that takes no part; None as a whole if there was only one
+            candidate.
         filtered: Members whose scores did not count.
     """
 
@@ -33,7 +33,7 @@ class SpanCandidate:
 
     @property
     def text(self) -> str:
-        """What it writes, as text."""
+        """Its text."""
         return self.data.decode("utf-8", "replace")
 
 
@@ -43,7 +43,7 @@ class SpanRound:
 
     Attributes:
         candidates: The distinct candidates, in the order of the first member that wrote each.
-        winner: Index of the one that was written.
+        winner: Index of the written candidate.
         num_forwards: Each member's forward passes in this round, for all rows together.
     """
 
@@ -60,13 +60,13 @@ def decisions_of_rounds(
     prompt_ids: Tensor,
     prompt_mask: Tensor | None,
 ) -> Decisions:
-    """Read the decisions of a call off its rounds.
+    """Build the decisions of a call from its rounds.
 
     Args:
         members: The members; the first is the primary.
         written: For each row, its rounds as far as they were written, each with the primary's ids.
         end_ids: The primary's control tokens that end a text. An end is shown by the name of the first.
-        score: What the scores are.
+        score: The kind of scores.
         prompt_ids: Of shape `(batch_size, prompt_length)`, a row for each row of the output.
         prompt_mask: As for `DecisionRecorder`.
     """
@@ -86,7 +86,7 @@ def _decision_of_round(one: SpanRound, piece: Piece, end: str, score: SpanScore)
 
 
 def _said(one: SpanRound, index: int, end: str, score: SpanScore) -> MemberDecision | None:
-    """What one member said to the winner of a round."""
+    """One member's part in the decision of a round."""
     winner = one.candidates[one.winner]
     wrote = index in winner.proposers
     if winner.scores is None:

@@ -1,1 +1,1 @@
-"""How likely given texts are."""
+"""Likelihoods of given texts."""

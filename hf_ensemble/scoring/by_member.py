@@ -1,4 +1,4 @@
-"""How likely texts are to each member by itself, in its own ids."""
+"""Log-probabilities of texts under each member alone, in its own ids."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ _REMEDY = "Shorten the prompt, or score the text in parts"
 
 @dataclass(frozen=True)
 class OwnScore:
-    """How likely one text is to one member.
+    """The score of one text under one member.
 
     Attributes:
         log_probs: Natural logarithm of the probability of each of its ids, in float64 on the CPU, of shape
-            `(num_tokens,)`; `-inf` where the member gives an id nothing.
+            `(num_tokens,)`; `-inf` if the member gives an id no probability.
         num_bytes: Number of UTF-8 bytes of the text.
         is_greedy: Whether every id is the member's best.
     """
@@ -53,19 +53,18 @@ def score_by_member(
 
     Args:
         members: The members.
-        pairs: By number of member, its ids of every row's prompt and of the text after it: see `own_pairs`. A text that has
-            to end, but cannot end for the member, has probability 0.
-        names: What errors call each row's text, such as "continuation 3"; None where it is the rest of the prompt.
-        over_all_ids: Whether ids without a token have a share in the distributions, as they do when a member decodes by
-            itself.
-        remedy: What to do where a text is too long.
+        pairs: By member index, its ids of every row's prompt and of the text after it: see `own_pairs`. A text that
+            has to end, but cannot end for the member, has probability 0.
+        names: Names of each row's text in errors, such as "continuation 3"; None for the rest of the prompt.
+        over_all_ids: Whether the distributions include ids without a token, as when a member decodes by itself.
+        remedy: What to do if a text is too long.
 
     Returns:
-        By number of member, what it gives every row's text.
+        By member index, the scores of every row's text.
 
     Raises:
         ConfigurationError: If prompt and text do not fit a member's positions; before anything runs.
-        MemberError: If a member fails, or gives NaN.
+        MemberError: If a member fails, or returns NaN.
     """
     texts = {
         index: dict(enumerate(ForcedText.of_ids(pair.prompt, pair.targets) for pair in rows))
@@ -103,7 +102,7 @@ def score_by_member(
 
 
 def _by_itself(member: Member, rows: Sequence[Pair], names: Sequence[str] | None) -> list[OwnScore] | None:
-    """What a member says of texts that does not give its logits; None for others."""
+    """The scores from a member that does not return logits; None for other members."""
     found = member.likelihoods(
         [
             OwnText(
@@ -129,7 +128,7 @@ def _by_itself(member: Member, rows: Sequence[Pair], names: Sequence[str] | None
 def _with_ends(
     log_probs: Tensor, of_targets: Tensor, steps: Sequence[tuple[int, int]], rows: Sequence[Pair]
 ) -> Tensor:
-    """Let any of a row's end ids count where a text ends, each `(num_steps,)`."""
+    """Let any of a row's end ids count at the end of a text, each `(num_steps,)`."""
     ending: dict[tuple[int, ...], list[int]] = {}
     for n, (row, step) in enumerate(steps):
         if step == len(rows[row].continuation):
@@ -147,12 +146,12 @@ def check_positions(
     names: Sequence[str] | None = None,
     remedy: str = _REMEDY,
 ) -> None:
-    """Refuse texts that are longer than a member has positions for.
+    """Refuse texts that are too long for a member's positions.
 
     Args:
         members: The members.
-        texts: By number of member, what it reads in which row.
-        names: What errors call each row's text: see `score_by_member`.
+        texts: By member index, what it reads in each row.
+        names: Names of each row's text in errors; see `score_by_member`.
         remedy: What to do.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How likely given continuations are under an ensemble."""
+"""Likelihoods of given continuations under an ensemble."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ from .pairs import Pair, own_pairs
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """How likely each continuation is. All tensors are on the CPU.
+    """The likelihood of each continuation. All tensors are on the CPU.
 
     Attributes:
-        log_probs: Natural logarithm of its probability after the prompt, in float32, of shape `(N,)`; `-inf` where the
-            method gives one of its tokens nothing.
-        num_bytes: Number of UTF-8 bytes of what was scored, of shape `(N,)`: the continuation, and white space at the
-            end of the prompt.
+        log_probs: Natural logarithm of its probability after the prompt, in float32, of shape `(N,)`; `-inf` if the
+            method gives one of its tokens no probability.
+        num_bytes: Number of UTF-8 bytes scored, of shape `(N,)`: the continuation, and white space at the end of the
+            prompt.
         bits_per_byte: `-log2` of the probability over `num_bytes`, in float32, of shape `(N,)`; 0 for no text.
-        is_greedy: Whether it is what greedy decoding chooses at every step, of shape `(N,)`; an entry of several ids is
-            one choice. For spans: whether every member would write it by itself.
+        is_greedy: Whether greedy decoding chooses it at every step, of shape `(N,)`; an entry of several ids is one
+            choice. For spans: whether every member would write it by itself.
     """
 
     log_probs: Tensor
@@ -38,7 +38,7 @@ class Likelihoods:
 
 
 Scores = Likelihoods
-"""The former name of `Likelihoods`, which stays."""
+"""Older name of `Likelihoods`."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Batch:
 
     Attributes:
         pairs: Prompts and continuations in the primary's ids, none of them empty.
-        numbers: The number of each among all pairs of the call.
+        numbers: The index of each among all pairs of the call.
         weights: Their mixing weights.
-        own_prompts: What members read in place of their prompts.
+        own_prompts: What members read instead of their prompts.
     """
 
     pairs: list[Pair]
@@ -59,12 +59,12 @@ class Batch:
 
     @property
     def names(self) -> list[str]:
-        """What errors call the continuations."""
+        """The names of the continuations in errors."""
         return [f"continuation {number}" for number in self.numbers]
 
 
 Found = list[tuple[float, bool]]
-"""For each pair of a batch its log-probability, and whether it is greedy: see `Likelihoods`."""
+"""For each pair of a batch, its log-probability, and whether it is greedy; see `Likelihoods`."""
 
 
 def score_pairs(
@@ -78,21 +78,21 @@ def score_pairs(
 
     Args:
         pairs: Prompts and continuations in the primary's ids.
-        weights: Mixing weights: one list for all pairs, one for each, or a function of a batch's step and ids.
-        own_prompts: What members read in place of the prompts.
+        weights: Mixing weights: one list for all pairs, one per pair, or a function of a batch's step and ids.
+        own_prompts: What members read instead of the prompts.
         batch_size: Number of pairs that run together.
         score: Scores a batch: `score_alone`, `score_by_spans` or `TokenBatch.score`.
 
     Raises:
         ConfigurationError: If weights were given for another number of pairs, or a text does not fit a member's
             positions.
-        MemberError: If a member fails or gives NaN, or nothing is left to choose from.
+        MemberError: If a member fails or returns NaN, or nothing is left to choose from.
     """
     check_positive_integer("batch_size", batch_size)
     weights.expand(len(pairs), 1)
     order = [n for n, pair in enumerate(pairs) if pair.continuation]
     if not weights.varies:
-        # Rows of the same prompt share its forward pass; rows of like length waste little on padding.
+        # Rows with the same prompt share its forward pass; rows of similar length waste little on padding.
         order.sort(key=lambda n: (-len(pairs[n].prompt), pairs[n].prompt, -len(pairs[n].continuation)))
     log_probs, is_greedy = [0.0] * len(pairs), [True] * len(pairs)
     for start in range(0, len(order), batch_size):
@@ -116,22 +116,22 @@ def score_alone(primary: Member, batch: Batch) -> Found:
 
     Raises:
         ConfigurationError: If a text does not fit the primary's positions.
-        MemberError: If it fails, or gives NaN.
+        MemberError: If it fails, or returns NaN.
     """
     scores = score_by_member([primary], {0: batch.pairs}, batch.names, over_all_ids=True)[0]
     return [(score.log_prob, score.is_greedy) for score in scores]
 
 
 def score_by_spans(members: Sequence[Member], batch: Batch) -> Found:
-    """Score a batch by the mean over the members of each one's own log-probability of the continuation.
+    """Score a batch by the mean of the members' own log-probabilities of the continuation.
 
     Args:
         members: The members; the first is the primary.
-        batch: The batch; its weights say only who takes part.
+        batch: The batch; its weights only decide which members take part.
 
     Raises:
         ConfigurationError: If a text does not fit a member's positions.
-        MemberError: If a member fails or gives NaN, or none can write a continuation.
+        MemberError: If a member fails or returns NaN, or no member can write a continuation.
     """
     ids, mask = padded_left([pair.prompt for pair in batch.pairs])
     prompts = read_prompts(members, batch.weights.participants, "append", ids, mask, batch.own_prompts)

@@ -1,4 +1,4 @@
-"""A prompt and a continuation as ids: read from what users give, or cut as one member cuts it."""
+"""A prompt and a continuation as ids: read from the user's input, or cut as one member cuts it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Pair:
 
     Attributes:
         prompt: Ids of the prompt, at least one.
-        continuation: Ids of the continuation; none where the member has nothing to write it with.
+        continuation: Ids of the continuation; empty if the member cannot write it.
         num_bytes: Number of UTF-8 bytes of the continuation.
-        end_ids: Ids of which any has to follow the continuation; None where nothing has to.
+        end_ids: Ids, any of which has to follow the continuation; None if nothing has to.
     """
 
     prompt: list[int]
@@ -28,7 +28,7 @@ class Pair:
 
     @property
     def targets(self) -> list[int]:
-        """What has to follow, id by id; of the end ids the first stands for all."""
+        """The ids that have to follow; the first end id stands for all."""
         return [*self.continuation, *(self.end_ids or ())[:1]]
 
 
@@ -40,10 +40,11 @@ def read_pairs(
     Args:
         primary: The primary.
         prompts: Texts, or lists of ids.
-        continuations: One for each prompt, of its kind.
+        continuations: One for each prompt, also as text or as ids.
 
     Raises:
-        ConfigurationError: If they do not match, one is neither, or one cannot be told from its prompt.
+        ConfigurationError: If they do not match, one is neither text nor ids, or one cannot be separated from its
+            prompt.
     """
     for name, values in (("prompts", prompts), ("continuations", continuations)):
         if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
@@ -66,8 +67,8 @@ def encode_text(primary: Member, text: str, starts: bool = True) -> list[int]:
 
     Args:
         primary: The primary.
-        text: The text; control tokens that it spells are read as such.
-        starts: Whether the primary's BOS rule holds, as it does at the start of a text that does not spell its BOS.
+        text: The text; control tokens that it spells are read as control tokens.
+        starts: Whether to apply the primary's BOS rule, as at the start of a text that does not spell its BOS.
     """
     ids = primary.encode(text, starts=False)
     prefix = primary.encoder.prefix_ids
@@ -78,7 +79,7 @@ def _pair_of_texts(primary: Member, prompt: str, continuation: str) -> Pair:
     """Encode prompt and continuation as one text and split them, as lm-evaluation-harness does.
 
     White space at the prompt's end goes to the continuation. The continuation's ids are those of the whole text after
-    as many as the prompt has by itself. An empty prompt is what a text starts from.
+    the number of ids that the prompt has by itself. An empty prompt becomes the token that starts a text.
     """
     kept = prompt.rstrip()
     continuation = prompt[len(kept) :] + continuation
@@ -119,11 +120,11 @@ def _start_ids(primary: Member) -> list[int]:
 
 
 def num_bytes_after(member: Member, before: Sequence[int], ids: Sequence[int]) -> int:
-    """How many bytes ids write after others.
+    """Return how many bytes ids write after others.
 
     Args:
-        member: Whose ids they are.
-        before: What stands before them, from the start of the text.
+        member: The member of the ids.
+        before: The ids before them, from the start of the text.
         ids: The ids.
     """
     write = member.encoder.token_bytes.write_from_start
@@ -131,12 +132,12 @@ def num_bytes_after(member: Member, before: Sequence[int], ids: Sequence[int]) -
 
 
 def reads_as_cut(member: Member, prompt: MemberContext, before: bytes) -> bool:
-    """Whether a member reads a prompt as it cuts what the prompt writes; not so where it has a rendering of its own.
+    """Whether a member reads a prompt as it cuts the prompt's text; not if it has its own rendering.
 
     Args:
         member: The member.
         prompt: What it reads of the prompt: `Prompts.contexts`.
-        before: What the prompt writes.
+        before: The bytes of the prompt.
     """
     alone = MemberContext(member.encoder, "retokenize", before)
     return alone.ids == list(prompt.ids) and not alone.sits_out
@@ -147,20 +148,20 @@ def own_pair(
 ) -> Pair:
     """Cut a text as a member cuts it after its prompt.
 
-    That is its encoding of prompt and text together where this begins with the prompt's ids; else the text is encoded by
-    itself.
+    That is its encoding of prompt and text together, if this begins with the prompt's ids; otherwise the text is
+    encoded by itself.
 
     Args:
         member: The member.
-        prompt: What it reads of the prompt: `Prompts.contexts`. Left as it is.
-        before: What the prompt writes.
-        text: What the text writes.
-        is_own_cut: What `reads_as_cut` says of the prompt, where that is known.
+        prompt: What it reads of the prompt: `Prompts.contexts`; not changed.
+        before: The bytes of the prompt.
+        text: The bytes of the text.
+        is_own_cut: The result of `reads_as_cut` for the prompt, if known.
     """
     start = list(prompt.ids)
     if reads_as_cut(member, prompt, before) if is_own_cut is None else is_own_cut:
         joint = MemberContext(member.encoder, "retokenize", before + text)
-        # What an empty prompt starts from may be more than what a text begins with: an EOS.
+        # An empty prompt may start from a token that no text begins with: an EOS.
         shared = start if before or not text else member.encoder.prefix_ids
         if joint.ids[: len(shared)] == shared and not joint.sits_out:
             return Pair(start, joint.ids[len(shared) :], len(text))
@@ -178,7 +179,7 @@ def own_pairs(members: Sequence[Member], prompts: Prompts, pairs: Sequence[Pair]
         pairs: The primary's prompts and continuations.
 
     Returns:
-        By number of the member, its own ids of every pair.
+        By member index, its own ids of every pair.
     """
     write = members[0].encoder.token_bytes.write_from_start
     found: dict[int, list[Pair]] = {index: [] for index in prompts.contexts}

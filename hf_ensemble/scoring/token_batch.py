@@ -1,4 +1,4 @@
-"""Continuations that are scored by the fused distribution of every step."""
+"""Scores continuations by the fused distribution of every step."""
 
 from collections.abc import Sequence
 
@@ -19,16 +19,16 @@ from .likelihoods import Batch
 
 
 class TokenBatch:
-    """A batch that is scored by the fused distribution of every step.
+    """A batch scored by the fused distribution of every step.
 
     Args:
-        call: What the call works with.
+        call: The call.
         method: The method, made for its members.
         batch: The batch.
 
     Raises:
         ConfigurationError: If a text does not fit a member's positions.
-        MemberError: If a member fails or gives NaN, or the method leaves nothing to choose from.
+        MemberError: If a member fails or returns NaN, or the method leaves nothing to choose from.
     """
 
     def __init__(self, call: Call, method: TokenMethod, batch: Batch):
@@ -36,7 +36,7 @@ class TokenBatch:
         self._members = members = call.members
         self._method = method
         gate = call.config.gate_rule
-        # Steps come in blocks of many sizes, of which no graphs are kept.
+        # Steps come in blocks of many sizes, for which no graphs are kept.
         self._fused_step = FusedStep(members, method, is_wide=True, gate=gate, captures=False)
         self._pairs, self._names = batch.pairs, batch.names
         self._steps: Sequence[tuple[int, int]] = []  # the (row, step) pairs that are fused just now
@@ -49,7 +49,7 @@ class TokenBatch:
         prompts = read_prompts(members, running, method.resync, ids, mask, batch.own_prompts)
         self._texts = {index: self._texts_of(index, prompts, index in always) for index in sorted(running)}
         if 0 not in running and any(any(text.sits_out) for rows in self._texts.values() for text in rows.values()):
-            # Where nobody else can, the primary goes on.
+            # If no other member can, the primary continues.
             self._texts[0] = self._texts_of(0, prompts, for_all=True)
         check_positions(members, self._texts, self._names)
         self._forced = {index: ForcedMember(members[index], rows) for index, rows in self._texts.items() if rows}
@@ -66,7 +66,7 @@ class TokenBatch:
         return torch.stack(plans)
 
     def _texts_of(self, index: int, prompts: Prompts, for_all: bool) -> dict[int, ForcedText]:
-        """What a member reads in the rows in which it takes part."""
+        """What a member reads in its rows."""
         takes_part = for_all | (self._plans[..., index] != 0).any(0)
         pairs = {row: self._pairs[row] for row in takes_part.nonzero()[:, 0].tolist()}
         if index == 0:
@@ -107,7 +107,7 @@ class TokenBatch:
         ]
 
     def _is_greedy(self, continuation: Sequence[int], choices: Sequence[int]) -> bool:
-        """Whether greedy decoding writes these ids: an entry of several is one choice."""
+        """Whether greedy decoding writes these ids; an entry of several ids is one choice."""
         at = 0
         while at < len(continuation):
             ids, _ = self._fused_step.entry(choices[at])
@@ -119,19 +119,19 @@ class TokenBatch:
     # What the fused step reads
 
     def where(self, position: int) -> str:
-        """Say which continuation and step a position is."""
+        """Return the continuation and step of a position."""
         row, step = self._steps[position]
         return f"in {self._names[row]} at step {step + 1}"
 
     def sitting_out(self) -> dict[int, list[int]]:
-        """For each member the positions at which it cannot speak."""
+        """For each member, the positions at which it sits out."""
         return {
             index: [n for n, (row, step) in enumerate(self._steps) if row in texts and texts[row].sits_out[step]]
             for index, texts in self._texts.items()
         }
 
     def losing_space(self) -> list[int]:
-        """The positions at which a text begins, where entries of some members have lost a leading space."""
+        """The positions at the beginning of a text, where some members' entries have lost a leading space."""
         texts = [[rows[row] for rows in self._texts.values() if row in rows] for row in range(len(self._pairs))]
         return [n for n, (row, step) in enumerate(self._steps) if any(text.loses_space[step] for text in texts[row])]
 
@@ -140,7 +140,7 @@ class TokenBatch:
         return {}
 
     def read(self, needed: Tensor) -> list[Tensor | None]:
-        """Give the logits of the members that are needed somewhere."""
+        """Return the logits of the members that are needed somewhere."""
         return [
             self._forced[index].take(self._steps).to(self._method.device)
             if is_needed and index in self._forced

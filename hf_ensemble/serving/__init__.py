@@ -1,7 +1,7 @@
-"""An ensemble behind the server of `transformers serve`, which `openai` clients talk to.
+"""An ensemble behind the server of `transformers serve`, for `openai` clients.
 
-The stock server makes its models by the name of their class in `transformers`. Here it gets a manager that holds the
-one ensemble, loaded already, and an engine that writes for all who ask; endpoints are its own.
+The stock server creates its models by the name of their class in `transformers`. Here it gets a manager with one
+loaded ensemble, and an engine that writes for all requests; the endpoints are its own.
 """
 
 from ..errors import ConfigurationError

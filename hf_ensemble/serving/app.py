@@ -1,4 +1,4 @@
-"""The application: the stock server's endpoints, behind which the engine writes."""
+"""The application: the stock server's endpoints, with the engine behind them."""
 
 import contextlib
 import inspect
@@ -28,14 +28,14 @@ from .handlers import Chat, Completions, EngineManager, Responses
 from .limits import Limits
 
 _GRACE = 2.0
-"""Seconds that running requests have after a signal."""
+"""Seconds for running requests after a signal."""
 
 _PATIENCE = 20
-"""Seconds after which connections are cut that have not ended."""
+"""Seconds after which remaining connections are cut."""
 
 
 class _OneEnsemble(ModelManager):
-    """The stock manager with one model, which was loaded by somebody else and is never let go."""
+    """The stock manager with one model, which the caller loaded and which is never unloaded."""
 
     def __init__(self, ensemble: EnsembleForCausalLM, name: str):
         super().__init__(device=str(ensemble.device), model_timeout=-1)
@@ -56,10 +56,10 @@ class _OneEnsemble(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "hf_ensemble"}]
 
     get_gen_models = list_models
-    """What transformers 5.17 calls it."""
+    """Its name in transformers 5.17."""
 
     def shutdown(self) -> None:
-        """Keep the model: it is the caller's."""
+        """Keep the model, which belongs to the caller."""
 
 
 def build_app(
@@ -70,16 +70,16 @@ def build_app(
     limits: Limits | None = None,
     api_key: str | None = None,
 ) -> Any:
-    """Make the FastAPI application of the stock server, with an ensemble as its only model.
+    """Return the FastAPI application of the stock server, with an ensemble as its only model.
 
-    Requests that wait are answered together, where the method decides token by token.
+    Concurrent requests are answered together, if the method decides token by token.
 
     Args:
         ensemble: The ensemble; it is not changed.
-        name: What clients ask for. Default: the members' names, joined by `+`.
+        name: Model name for clients. Default: the members' names, joined by `+`.
         enable_cors: Whether pages of other hosts may ask.
-        limits: How much is taken on. Default: `Limits()`.
-        api_key: What clients have to give as their key. Default: none.
+        limits: The limits. Default: `Limits()`.
+        api_key: The key that clients have to send. Default: none.
 
     Raises:
         ConfigurationError: If the key is empty.
@@ -122,7 +122,7 @@ def build_app(
 
 
 def _end_with(app: Any, engine: Engine) -> None:
-    """Let the engine end when the application does."""
+    """End the engine when the application ends."""
     stock = app.router.lifespan_context
 
     @contextlib.asynccontextmanager
@@ -137,7 +137,7 @@ def _end_with(app: Any, engine: Engine) -> None:
 
 
 def _answer_errors(app: Any) -> None:
-    """Let errors that a request causes be answered with their text, where clients look for it."""
+    """Answer errors that a request causes with their text, in the form that clients expect."""
 
     async def answer(request: Any, error: Any) -> Any:
         status, message, headers = 400, str(error), {}
@@ -160,14 +160,14 @@ def _answer_errors(app: Any) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ends within seconds of a signal: who is being answered then has that long."""
+    """Ends within seconds of a signal, which running requests have to finish."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine):
         super().__init__(config)
         self._engine = engine
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """A signal has come, in between anything."""
+        """Handle a signal, which may come at any point."""
         self._engine.end_within(_GRACE)
         super().handle_exit(sig, frame)
 
@@ -188,13 +188,13 @@ def serve(
     Args:
         ensemble: The ensemble.
         host: Address to listen on.
-        port: Port to listen on; 0 for any that is free.
-        name: What clients ask for. Default: the members' names, joined by `+`.
+        port: Port to listen on; 0 for any free port.
+        name: Model name for clients. Default: the members' names, joined by `+`.
         enable_cors: Whether pages of other hosts may ask.
         log_level: Of the server.
-        limits: How much is taken on. Default: `Limits()`.
-        api_key: What clients have to give as their key. Default: none, of which a warning is given where others than
-            this machine can ask.
+        limits: The limits. Default: `Limits()`.
+        api_key: The key that clients have to send. Default: none, with a warning if other machines can reach the
+            server.
 
     Raises:
         ConfigurationError: If there is no such port, or the key is empty.

@@ -1,4 +1,4 @@
-"""Writes for all who wait: texts that can share a batch do, the others are calls of their own, one after the other."""
+"""Writes for all requests: texts that can share a batch do; the others are separate calls, one after the other."""
 
 import copy
 import gc
@@ -24,14 +24,14 @@ from .limits import Limits
 from .metrics import Metrics
 
 _PATIENCE = 5.0
-"""Seconds for which the thread waits for work before it ends."""
+"""Seconds that the thread waits for work before it ends."""
 
 
 class QueueFull(Exception):
-    """So much waits that nothing more is taken on.
+    """Too many texts wait, so no more are accepted.
 
     Args:
-        seconds: After which another try may be worth it.
+        seconds: Seconds after which to try again.
     """
 
     def __init__(self, seconds: int):
@@ -40,29 +40,29 @@ class QueueFull(Exception):
 
 
 class Expired(Exception):
-    """A text took longer than the server lets it."""
+    """A text took longer than the server's limit."""
 
 
 class Closing(Exception):
-    """The server ends."""
+    """The server is shutting down."""
 
 
 class _GivenUp(Exception):
-    """Ends a call of its own that nobody waits for."""
+    """Ends a separate call that was given up."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One text to be written.
+    """One text to write.
 
     Attributes:
         inputs: The prompt: the primary's `input_ids` of shape `(1, length)`, and the mask if there is one.
         config: The generation config.
         seed: From which its draws follow.
         num_best: How many of the most likely ids are wanted at every step; None for no log-probabilities.
-        processors: Makes processors of its own.
-        tell: Takes what is written, in the engine's thread; the last time with `ends`.
-        is_given_up: Whether nobody waits for it any more.
+        processors: Creates its own processors.
+        tell: Receives what is written, in the engine's thread; the last time with `ends`.
+        is_given_up: Whether it was given up.
     """
 
     inputs: dict[str, Tensor]
@@ -87,21 +87,21 @@ class Job:
 
 @dataclass
 class _Batch:
-    """A running batch, and whose its rows are."""
+    """A running batch, and the jobs of its rows."""
 
     running: RunningBatch
     jobs: dict[Row, Job] = field(default_factory=dict)
 
 
 class Engine:
-    """Writes in a thread of its own, which ends when there is nothing to do.
+    """Writes in its own thread, which ends when there is nothing to do.
 
     Args:
         ensemble: The ensemble; it is not changed.
-        limits: How much is taken on.
+        limits: The limits.
 
     Attributes:
-        metrics: What was done.
+        metrics: Counters of its work.
     """
 
     def __init__(self, ensemble: EnsembleForCausalLM, limits: Limits):
@@ -117,10 +117,10 @@ class Engine:
     # Of any thread
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Let jobs wait, all or none.
+        """Queue jobs, all or none.
 
         Raises:
-            QueueFull: If too much waits.
+            QueueFull: If too many texts wait.
             Closing: If the engine has been closed.
         """
         deadline = time.monotonic() + self.limits.max_seconds
@@ -135,14 +135,14 @@ class Engine:
                 job.deadline = deadline
             self._waiting += jobs
             if self._thread is None:
-                # No daemon: one that computes while the interpreter ends brings it down.
+                # Not a daemon: a daemon that computes while the interpreter ends crashes it.
                 self._thread = threading.Thread(target=self._run, name="hf_ensemble")
                 self._thread.start()
             self._wakes.notify()
         self.metrics.add("prompt_tokens_total", sum(job.inputs["input_ids"].shape[1] for job in jobs))
 
     def end_within(self, seconds: float) -> None:
-        """Take nothing more on, and let what is not written by then go. Waits for nothing, also not for a lock."""
+        """Accept nothing more, and drop what is not written by then. Never waits, not even for a lock."""
         self._ends_at = min(self._ends_at, time.monotonic() + seconds)
 
     @property
@@ -150,7 +150,7 @@ class Engine:
         return time.monotonic() >= self._ends_at
 
     def close(self) -> None:
-        """End what runs and waits, and wait for the thread. Nothing is taken on afterwards."""
+        """End running and waiting jobs, and wait for the thread. Nothing is accepted afterwards."""
         self.end_within(0)
         with self._wakes:
             thread = self._thread
@@ -159,19 +159,19 @@ class Engine:
             thread.join()
 
     def report(self) -> str:
-        """The metrics as they are now, in Prometheus' format."""
+        """Return the current metrics, in Prometheus' format."""
         self.metrics.set("texts_running", self.num_running)
         self.metrics.set("texts_waiting", self.num_waiting)
         return self.metrics.text()
 
     @property
     def num_waiting(self) -> int:
-        """How many texts wait."""
+        """Number of waiting texts."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """How many texts are being written together."""
+        """Number of texts being written together."""
         return sum(len(batch.jobs) for batch in list(self._batches.values()))
 
     # Of the engine's own thread
@@ -208,7 +208,7 @@ class Engine:
         return arrivals
 
     def _admit(self, jobs: Sequence[Job]) -> None:
-        """Let jobs join their batches; those that can share none are run now."""
+        """Let jobs join their batches; run jobs that cannot share one now."""
         joining: dict[Hashable, dict[Row, Job]] = {}
         for job in jobs:
             if self._is_over(job):
@@ -243,7 +243,7 @@ class Engine:
         try:
             decoder = RunningBatch.begun(list(newcomers), batch is not None)
         except Exception as error:
-            # The batch is as it was.
+            # The batch is unchanged.
             self._fail(list(newcomers.values()), error)
             return
         if batch is None:
@@ -256,7 +256,7 @@ class Engine:
             self._drop(key, error)
 
     def _let_go(self) -> None:
-        """Let those leave whom nobody waits for, and those whose time is over."""
+        """Drop jobs that were given up, and jobs whose time is over."""
         for key, batch in list(self._batches.items()):
             gone = [row for row, job in batch.jobs.items() if self._is_over(job)]
             if gone:
@@ -325,7 +325,7 @@ class Engine:
             job.num_written += 1
             self.metrics.add("generated_tokens_total")
         if written.ends:
-            # Roughly how long a text takes, for who has to come again.
+            # Roughly how long a text takes, for clients that have to retry.
             seconds = self.limits.max_seconds - (job.deadline - time.monotonic())
             self._seconds_of_texts += 0.2 * (seconds - self._seconds_of_texts)
         job.tell(written)
@@ -341,11 +341,11 @@ class Engine:
     # Calls of their own
 
     def _run_alone(self, job: Job) -> None:
-        """Write by a call of `generate` that shares nothing; the others wait."""
+        """Write with a separate call of `generate`; the others wait."""
         engine, length = self, job.inputs["input_ids"].shape[1]
 
         class Listens(StoppingCriteria):
-            """Ends the call that nobody waits for."""
+            """Ends a call that was given up."""
 
             def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any) -> Any:
                 if engine._is_closing or job.is_due or job.is_given_up:
@@ -374,7 +374,7 @@ class Engine:
                 )
             config = copy.copy(job.config)
             config.max_time = max(0.001, min(config.max_time or math.inf, job.deadline - time.monotonic()))
-            # Whole answers of several writers take no criteria: a call runs to its end.
+            # Whole answers of several writers take no criteria, so the call runs to its end.
             is_heard = self.ensemble.config.method.decides != "answers"
             options: dict[str, Any] = {
                 **{name: part.to(self.ensemble.device) for name, part in job.inputs.items()},
@@ -398,7 +398,7 @@ class Engine:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Let torch's generators start from a seed, and be afterwards as they were."""
+    """Seed torch's generators, and restore them afterwards."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

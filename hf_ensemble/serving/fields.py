@@ -1,4 +1,4 @@
-"""What a request asks for: every field of OpenAI's is served, makes no difference, or is refused by name."""
+"""The fields of a request: every field of OpenAI's is supported, has no effect, or is refused by name."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from ..errors import ConfigurationError
 from .limits import Limits
 
 _MOST_CHOICES = 128
-"""Most answers to one prompt, as at OpenAI's."""
+"""Largest number of answers to one prompt, as in OpenAI's API."""
 
 _MOST_SEED = 2**63
 
@@ -33,7 +33,7 @@ _IF_THEY_SAY_NOTHING: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
 }
-"""Fields that are not served, and values of them with which nothing is asked for; None is always one."""
+"""Unsupported fields, and their values that ask for nothing; None is always one."""
 
 _OF_RESPONSES_IF_THEY_SAY_NOTHING: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -47,7 +47,7 @@ _OF_RESPONSES_IF_THEY_SAY_NOTHING: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-"""The same of `/v1/responses`, whose other fields are the stock server's."""
+"""The same for `/v1/responses`, whose other fields the stock server handles."""
 
 _OF_CHAT = {
     "messages",
@@ -76,15 +76,15 @@ _OF_BOTH = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks for, beside its prompts and its generation config.
+    """What a request asks for, besides its prompts and its generation config.
 
     Attributes:
         count: Answers to each prompt.
         seeds: A seed for each of them.
-        num_best: How many of the most likely tokens are wanted beside each; None for no log-probabilities.
+        num_best: Number of most likely tokens to return beside each; None for no log-probabilities.
         stops: Stop strings.
         is_streamed: Whether the answer comes piece by piece.
-        wants_usage: Whether a stream tells at its end how many tokens there were.
+        wants_usage: Whether a stream reports the number of tokens at its end.
         tools: Functions that the model may call; None for none.
     """
 
@@ -98,15 +98,15 @@ class Asked:
 
 
 def read_fields(body: Mapping[str, Any], is_chat: bool, limits: Limits) -> Asked:
-    """Read the fields of a request, and refuse what is not served.
+    """Read the fields of a request, and refuse unsupported ones.
 
     Args:
         body: The request.
-        is_chat: Whether it is one for a conversation; else for plain completions.
-        limits: What is taken on at most.
+        is_chat: Whether it is for a conversation; otherwise for plain completions.
+        limits: The server's limits.
 
     Raises:
-        ConfigurationError: If a field is not served, or has no meaning.
+        ConfigurationError: If a field is not supported, or invalid.
     """
     _refuse(body, _OF_BOTH | (_OF_CHAT if is_chat else _OF_COMPLETIONS))
     _check_of_all(body)
@@ -129,7 +129,7 @@ def read_fields(body: Mapping[str, Any], is_chat: bool, limits: Limits) -> Asked
         _integer(body, name, None, 1, limits.max_new_tokens)
     return Asked(
         count=count or 1,
-        # The first answer is that of `n=1`.
+        # The first answer is the one of `n=1`.
         seeds=[(first + 0x9E3779B97F4A7C15 * number) % _MOST_SEED for number in range(count or 1)],
         num_best=_num_best(body, is_chat),
         stops=_stops(body.get("stop")),
@@ -140,7 +140,7 @@ def read_fields(body: Mapping[str, Any], is_chat: bool, limits: Limits) -> Asked
 
 
 def refuse_of_responses(body: Mapping[str, Any], limits: Limits) -> None:
-    """Refuse fields of a request for a response that are not served.
+    """Refuse unsupported fields of a request for a response.
 
     Raises:
         ConfigurationError: If there is one.
@@ -174,14 +174,14 @@ def read_biases(biases: Any, vocab_size: int) -> dict[int, float]:
 
 
 def read_prompts(prompt: Any, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """The prompts of a request for completions: a text, several, the ids of one, or those of several.
+    """Return the prompts of a request for completions: a text, several texts, ids, or several lists of ids.
 
     Args:
-        prompt: As it was sent.
-        encode: Gives the ids of a text.
+        prompt: The value sent.
+        encode: Returns the ids of a text.
 
     Raises:
-        ConfigurationError: If it is none of these, or there is none.
+        ConfigurationError: If it is none of these, or empty.
     """
     is_list = isinstance(prompt, list) and bool(prompt)
     if isinstance(prompt, str):

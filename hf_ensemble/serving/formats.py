@@ -1,4 +1,4 @@
-"""OpenAI's formats: answers whole or in pieces, with log-probabilities and counts."""
+"""OpenAI's formats: whole or streamed answers, with log-probabilities and counts."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from ..decoding.running_batch import Written
 from .texts import RowText
 
 _LEAST = -9999.0
-"""Stands for the logarithm of 0, which JSON has no number for."""
+"""Stands for the logarithm of 0, which JSON cannot express."""
 
 _LINE_ENDS = {number: f"\\u{number:04x}" for number in (0x85, 0x2028, 0x2029)}
 """Characters at which some clients split lines, though no event ends there."""
@@ -20,7 +20,7 @@ _LINE_ENDS = {number: f"\\u{number:04x}" for number in (0x85, 0x2028, 0x2029)}
 
 @dataclass(frozen=True)
 class Token:
-    """A token that was written, with what else was likely there."""
+    """A written token, with the likeliest alternatives."""
 
     data: bytes
     log_prob: float
@@ -30,13 +30,13 @@ class Token:
 
 @dataclass
 class Piece:
-    """What is new of an answer.
+    """A new piece of an answer.
 
     Attributes:
-        text: Text.
-        reasoning: Text of a part that the model's template marks as such.
+        text: Its text.
+        reasoning: Text that the model's template marks as reasoning.
         tool_calls: Calls of functions that are complete.
-        tokens: The tokens of the text, where their log-probabilities were asked for.
+        tokens: The tokens of the text, if log-probabilities were requested.
     """
 
     text: str = ""
@@ -49,19 +49,19 @@ class Piece:
 
 
 class Choice:
-    """One answer, as its ids come.
+    """One answer, built from its ids as they arrive.
 
     Args:
         member: The primary.
         stops: Stop strings.
         end_ids: Ids that end a text.
-        max_new_tokens: After how many ids it is cut.
-        has_log_probs: Whether log-probabilities were asked for.
-        parser: Tells text, reasoning and calls of functions apart; None for text alone.
+        max_new_tokens: Number of ids after which it is cut.
+        has_log_probs: Whether log-probabilities were requested.
+        parser: Separates text, reasoning and calls of functions; None for text alone.
 
     Attributes:
         num_ids: Number of ids so far.
-        finish_reason: Why it ended; None while it goes on.
+        finish_reason: Why it ended; None while it continues.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class Choice:
         return len(self._row.ids)
 
     def begin(self) -> Piece:
-        """What there is before the first id."""
+        """Return the piece before the first id."""
         return self._parsed("" if self._parser is None else self._parser.initial_events, [])
 
     def take(self, written: Written) -> Piece:
-        """Take in a step; returns what is new."""
+        """Take in a step; returns the new piece."""
         text = ""
         if written.id is not None:
             if self._has_log_probs and not self._member.is_control(written.id):
@@ -119,7 +119,7 @@ class Choice:
             piece.tool_calls += more.tool_calls
         ids = self._row.ids
         is_ended = self._row.is_stopped or (bool(ids) and ids[-1] in self._end_ids)
-        # Where a stop string began in the prompt nothing of it is in the text.
+        # If a stop string began in the prompt, none of it is in the text.
         is_ended |= self._has_stops and len(ids) < self._most
         self.finish_reason = "tool_calls" if self._calls else "stop" if is_ended else "length"
 
@@ -164,10 +164,10 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 class Format:
-    """How answers of an endpoint look.
+    """The format of an endpoint's answers.
 
     Args:
-        request_id: Of the request.
+        request_id: Id of the request.
         model: Name of the ensemble.
     """
 
@@ -197,12 +197,12 @@ class Format:
         raise NotImplementedError
 
     def part(self, index: int, piece: Piece, finish_reason: str | None, is_first: bool) -> dict[str, Any]:
-        """What is new of one answer of a stream."""
+        """The new part of one answer in a stream."""
         raise NotImplementedError
 
 
 class ChatFormat(Format):
-    """Of `/v1/chat/completions`."""
+    """The format of `/v1/chat/completions`."""
 
     kind, kind_of_chunk = "chat.completion", "chat.completion.chunk"
 
@@ -238,9 +238,9 @@ class CompletionFormat(Format):
     """Of `/v1/completions`.
 
     Args:
-        request_id: Of the request.
+        request_id: Id of the request.
         model: Name of the ensemble.
-        suffix: What is put after every text.
+        suffix: Text appended to every answer.
     """
 
     kind = kind_of_chunk = "text_completion"
@@ -298,7 +298,7 @@ def _name(data: bytes) -> str:
 
 
 def usage_of(num_prompt: int, num_written: int) -> dict[str, int]:
-    """How many tokens there were."""
+    """Return the numbers of tokens."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_written,

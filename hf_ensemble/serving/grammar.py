@@ -1,4 +1,4 @@
-"""Answers that are JSON: the grammar of a `response_format`, as a processor of fused scores."""
+"""JSON answers: the grammar of a `response_format`, as a processor of fused scores."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ from ..model import EnsembleForCausalLM
 from ..optional_packages import not_installed
 
 _NUM_KEPT = 64
-"""Compiled schemas that are kept."""
+"""Number of compiled schemas to keep."""
 
 
 class _Without(LogitsProcessor):
@@ -39,7 +39,7 @@ class Grammars:
     """Compiles grammars for the primary's tokenizer, and keeps them.
 
     Args:
-        ensemble: The ensemble, by whose primary texts are written.
+        ensemble: The ensemble; texts are written in its primary's ids.
     """
 
     def __init__(self, ensemble: EnsembleForCausalLM):
@@ -49,10 +49,10 @@ class Grammars:
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
     def processors(self, response_format: Any) -> Callable[[], Sequence[Any]]:
-        """What makes the processors that let a text be of this format.
+        """Return a function that creates the processors for this format.
 
         Args:
-            response_format: As OpenAI's clients send it; None for any text.
+            response_format: The value from OpenAI's clients; None for any text.
 
         Raises:
             ConfigurationError: If there is no such format, its schema cannot be compiled, or `xgrammar` is not installed.
@@ -69,7 +69,7 @@ class Grammars:
                     "`response_format` of type 'json_schema' needs `json_schema.schema`, an object."
                 )
             text = json.dumps(schema)
-            # With white space wherever JSON allows it, no schema would bound a text.
+            # With white space everywhere JSON allows it, no schema would bound a text.
             compiled = self._get(text, lambda compiler: compiler.compile_json_schema(text, any_whitespace=False))
         else:
             raise ConfigurationError(
@@ -79,7 +79,7 @@ class Grammars:
 
         if kind == "json_object":
             return lambda: [hf.LogitsProcessor(compiled)]
-        # Bounded strings are let have them, with which no text is JSON.
+        # Bounded strings may contain them, which makes the text invalid JSON.
         return lambda: [_Without(self._writes_control), hf.LogitsProcessor(compiled)]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What stands before the server's endpoints: the key, the size of bodies, and who has gone."""
+"""Checks before the server's endpoints: the key, the size of bodies, and disconnected clients."""
 
 import asyncio
 import contextlib
@@ -11,31 +11,31 @@ from typing import Any
 _gone: ContextVar[asyncio.Event | None] = ContextVar("gone", default=None)
 
 _OPEN = ("/health",)
-"""Paths that need no key: who watches over a server has none."""
+"""Paths that need no key, for health checks."""
 
 _MOST_UNREAD = 1 << 26
 """Bytes of a body that is too large after which the connection is cut."""
 
 
 def client_is_gone() -> asyncio.Event:
-    """Set once the client of the request that is being answered has gone."""
+    """Set once the client of the current request has disconnected."""
     return _gone.get() or asyncio.Event()
 
 
 def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error, where OpenAI's clients look for it."""
+    """An error in the form that OpenAI's clients expect."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Guard:
-    """An ASGI application before another.
+    """An ASGI application in front of another.
 
     Args:
-        app: The other one.
-        key: What clients have to give as `Authorization: Bearer`; None for nothing.
-        max_body_bytes: Most bytes of a body.
-        count: Is told the path and the status of every answer.
+        app: The other application.
+        key: The key that clients have to send as `Authorization: Bearer`; None for no key.
+        max_body_bytes: Largest size of a body.
+        count: Receives the path and the status of every answer.
     """
 
     def __init__(self, app: Any, key: str | None, max_body_bytes: int, count: Callable[[str, int], None]):
@@ -52,7 +52,7 @@ class Guard:
                 self._count(scope["path"], message["status"])
             await send(message)
 
-        # What a browser asks beforehand has no key.
+        # A browser's preflight request has no key.
         if scope["method"] != "OPTIONS" and scope["path"] not in _OPEN and not self._is_let_in(scope):
             await _answer(counted, 401, "this server needs a key: `Authorization: Bearer …`.", "invalid_api_key")
             return

@@ -1,4 +1,4 @@
-"""The endpoints: what a request asks for becomes jobs, and what they write an answer."""
+"""The endpoints: turn a request into jobs, and what they write into an answer."""
 
 import asyncio
 import inspect
@@ -37,16 +37,16 @@ from .work import ClientGone, Work
 _DEFAULT_NEW_TOKENS = 1024
 
 _start: ContextVar["Future[None] | None"] = ContextVar("start", default=None)
-"""In the task of a request that streams: done when its first token is there, or why there is none."""
+"""In the task of a streaming request: done when its first token is there, or with the error if there is none."""
 
 _seed: ContextVar[int | None] = ContextVar("seed", default=None)
-"""The seed of the request that is being answered, where stock code stands between."""
+"""The seed of the current request, passed through stock code."""
 
 
 class Requests:
-    """What a stock handler is given besides.
+    """What is added to a stock handler.
 
-    A temperature samples, a seed is a request's own, and other models than the ensemble are unknown.
+    A temperature samples, each request has its own seed, and only the ensemble is a known model.
     """
 
     engine: Engine
@@ -66,7 +66,7 @@ class Requests:
         if temperature == 0:
             config.temperature = None
         elif temperature is not None or body.get("top_p") is not None:
-            # The stock server leaves it to the model, most of which decode greedily.
+            # The stock server leaves this to the model, and most models decode greedily.
             config.do_sample = True
         most = self.engine.limits.max_new_tokens
         if body.get("generation_config") is None:
@@ -180,7 +180,7 @@ class Completions(_Writes, CompletionHandler):
 
 
 class _Answer:
-    """Turns what jobs tell into an answer."""
+    """Turns the jobs' results into an answer."""
 
     def __init__(self, work: Work, choices: Sequence[Choice], form: Format, asked: Asked):
         self._work, self._choices, self._form, self._asked = work, choices, form, asked
@@ -205,7 +205,7 @@ class _Answer:
         return JSONResponse(self._form.whole(choices, self._usage(num_prompt)))
 
     async def stream(self, num_prompt: int) -> Any:
-        """A stream, which begins when something has been written: before that an error is an answer of its own."""
+        """A stream, which begins with its first token; before that, an error is a separate answer."""
         try:
             first = await self._work.next()
         except ClientGone:
@@ -242,7 +242,7 @@ class Responses(Requests, ResponseHandler):
     """Answers `/v1/responses`, in the stock server's formats."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        """Answer a request; the stock server streams unless told not to, which no client expects."""
+        """Answer a request. The stock server streams unless told not to, which no client expects."""
         refuse_of_responses(body, self.engine.limits)
         _seed.set(body.get("seed"))
         response = await super().handle_request({"stream": False, **body}, request_id)
@@ -253,7 +253,7 @@ class Responses(Requests, ResponseHandler):
 
 
 class EngineManager(BaseGenerateManager):
-    """How stock handlers let the engine write.
+    """Lets stock handlers use the engine.
 
     Args:
         engine: The engine.
@@ -285,7 +285,7 @@ class EngineManager(BaseGenerateManager):
                 if written.error is not None:
                     if not start.done():
                         start.set_exception(written.error)
-                    # The stock server writes it between double quotes as it is.
+                    # The stock server writes it between double quotes without escaping.
                     message = " ".join(str(written.error).replace("\\", "/").replace('"', "'").split())
                     loop.call_soon_threadsafe(queue.put_nowait, _StreamError(message))
                     return
@@ -317,4 +317,4 @@ class EngineManager(BaseGenerateManager):
         return processor.decode(ids, skip_special_tokens=True), inputs["input_ids"].shape[-1], torch.tensor(ids)
 
     def stop(self) -> None:
-        """Nothing: the engine is somebody else's."""
+        """Do nothing, because the engine belongs to the application."""

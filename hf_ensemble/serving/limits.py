@@ -1,4 +1,4 @@
-"""What a server takes on at most."""
+"""The limits of a server."""
 
 from dataclasses import dataclass
 
@@ -8,22 +8,22 @@ from ..errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes on at most; what is beyond it is refused with a status of its own.
+    """The limits of a server; each has its own status for requests beyond it.
 
     Raises:
         ConfigurationError: If one is not above 0.
     """
 
     max_batch: int = 32
-    """Texts that are written together; others wait."""
+    """Largest number of texts written together; others wait."""
     max_waiting: int = 256
-    """Texts that may wait. A request beyond it is answered with 503 and `Retry-After`."""
+    """Largest number of waiting texts. A request beyond it gets a 503 with `Retry-After`."""
     max_new_tokens: int = 4096
-    """Tokens that a request may ask for. More is a 400."""
+    """Largest number of tokens per request. More is a 400."""
     max_seconds: float = 600.0
-    """Seconds until a request is given up, waiting included: 504."""
+    """Seconds per request, waiting included. More is a 504."""
     max_body_bytes: int = 1 << 20
-    """Size of a request's body. More is a 413."""
+    """Largest size of a request's body, in bytes. More is a 413."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_waiting", "max_new_tokens", "max_body_bytes"):

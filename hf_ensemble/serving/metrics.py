@@ -1,4 +1,4 @@
-"""What a server has done, in Prometheus' text format."""
+"""Metrics of a server, in Prometheus' text format."""
 
 import threading
 from collections import defaultdict
@@ -29,22 +29,22 @@ class Metrics:
         self._values: defaultdict[tuple[str, Labels], float] = defaultdict(float)
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
-        """Count."""
+        """Add to a counter."""
         with self._lock:
             self._values[name, tuple(sorted(labels.items()))] += amount
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Say how much there is now."""
+        """Set a gauge."""
         with self._lock:
             self._values[name, tuple(sorted(labels.items()))] = value
 
     def value(self, name: str, **labels: str) -> float:
-        """What was counted, or said last."""
+        """Return the current value."""
         with self._lock:
             return self._values[name, tuple(sorted(labels.items()))]
 
     def text(self) -> str:
-        """All of them, as Prometheus reads them."""
+        """Return all metrics in Prometheus' format."""
         with self._lock:
             values = dict(self._values)
         lines: list[str] = []

@@ -1,4 +1,4 @@
-"""The text of one answer as its ids come: cut at a stop string, and never a part of one before it is sure."""
+"""The text of one answer as its ids arrive: cut at a stop string, without ever showing part of one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ class RowText:
     Args:
         tokenizer: The primary's tokenizer.
         stops: Stop strings; the text ends before the first of them.
-        keeps_control: Whether control tokens are written, for who looks for them.
+        keeps_control: Whether to write control tokens, for parsers that need them.
 
     Attributes:
         ids: The ids so far.
-        text: What has been handed out.
+        text: The text returned so far.
         is_stopped: Whether a stop string has been met.
     """
 
@@ -30,13 +30,13 @@ class RowText:
         self.is_stopped = False
 
     def take(self, new_id: int) -> str:
-        """Take in an id; returns what of the text is sure now."""
+        """Take in an id; returns the text that is certain now."""
         self.ids.append(new_id)
         self._held += self._stream.step(self._tokenizer._tokenizer, new_id) or ""
         return self._released(is_end=False)
 
     def end(self) -> str:
-        """Say that no more ids come; returns the rest, also of a character that the text ends within."""
+        """End the text; returns the rest, including an incomplete character."""
         whole = self._tokenizer.decode(self.ids, skip_special_tokens=not self._keeps_control)
         sent = self.text + self._held
         if not self.is_stopped and whole.startswith(sent):
@@ -57,6 +57,6 @@ class RowText:
         return piece
 
     def _num_held_back(self) -> int:
-        """Length of the longest end of what is held that a stop string may begin with."""
+        """Length of the longest suffix of the held text that may begin a stop string."""
         lengths = range(min(len(self._held), max(map(len, self._stops), default=0)), 0, -1)
         return next((n for n in lengths if any(stop.startswith(self._held[-n:]) for stop in self._stops)), 0)

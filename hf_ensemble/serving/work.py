@@ -1,4 +1,4 @@
-"""A request's texts, on the side of the event loop."""
+"""A request's texts, on the event loop's side."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -8,20 +8,20 @@ from .engine import Engine, Job
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 class Work:
-    """The jobs of one request, and what they tell.
+    """The jobs of one request, and their results.
 
     Args:
-        engine: Who writes.
-        make_job: Makes each job, given its number and whom it tells.
+        engine: The engine.
+        make_job: Creates each job, given its index and the function to tell.
         count: Number of jobs.
-        gone: Set once the client has gone.
+        gone: Set once the client has disconnected.
 
     Raises:
-        QueueFull: If too much waits already.
+        QueueFull: If too many texts wait already.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Work:
             job.give_up()
 
     async def next(self) -> tuple[int, Written] | None:
-        """The number of a job and what it has written; None when all have ended.
+        """Return the index of a job and what it has written; None when all have ended.
 
         Raises:
-            ClientGone: If nobody waits any more.
-            Exception: What a job has failed with; the others are given up.
+            ClientGone: If the client has disconnected.
+            Exception: The error of a failed job; the others are given up.
         """
         if not self._num_open:
             self._watch.cancel()

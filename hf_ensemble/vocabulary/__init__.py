@@ -1,1 +1,1 @@
-"""What tokens write, and all members' vocabularies as one."""
+"""The bytes that tokens write, and the union of all members' vocabularies."""

@@ -17,22 +17,22 @@ from .token_bytes import TEXT, text_or_none
 from .union import UnionVocabulary
 
 _MAX_DISTANCES, _MAX_SIMILARITIES = 1 << 24, 1 << 26
-"""Most that are held at once."""
+"""Largest number held at once."""
 
 
 def load_or_build_nearest(union: UnionVocabulary, member: int) -> np.ndarray:
-    """Find the primary's entry that is spelled most like each of an assistant's: the map of MinED.
+    """Find the primary's entry with the most similar spelling for each of an assistant's: the map of MinED.
 
-    The distance is Levenshtein's with unit costs, over characters, or over bytes where either entry is no valid UTF-8.
-    An entry that the primary has too is its own nearest; of several at the same distance the lowest id is. Read from
-    disk if it was built before; building takes a minute or two for large vocabularies, and shows its progress.
+    The distance is Levenshtein's with unit costs, over characters, or over bytes if either entry is not valid UTF-8.
+    An entry that the primary has too is its own nearest; ties go to the lowest id. The map is read from disk if it was
+    built before. Building takes a minute or two for large vocabularies, and shows its progress.
 
     Args:
         union: The members' union vocabulary.
         member: Index of the assistant.
 
     Returns:
-        The primary's id for each id of the assistant, of shape `(member_vocab_size,)`; -1 where it takes no part.
+        The primary's id for each id of the assistant, of shape `(member_vocab_size,)`; -1 if it takes no part.
     """
     key = _pair_key("mined", union, member)
     return load_or_build(key, lambda: {"nearest": _build_nearest(union, member)})["nearest"]
@@ -46,7 +46,7 @@ def load_or_build_similar(
     min_similarity: float,
     device: torch.device,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the primary's entries whose output embeddings are most like each of an assistant's: the map of EVA.
+    """Find the primary's entries with the most similar output embeddings for each of an assistant's: the map of EVA.
 
     Both spaces are normalised (rows to length 1, centred, to length 1 again; the narrower padded with zeros) and the
     assistant's is turned onto the primary's by the orthogonal map that fits their common entries best. Entries are
@@ -57,15 +57,15 @@ def load_or_build_similar(
     Args:
         union: The members' union vocabulary.
         member: Index of the assistant.
-        output_embeddings: Those of the primary and the assistant, of shape `(vocab_size, hidden_size)`.
-        neighbours: Number of neighbours in r, and most entries kept for one of the assistant's.
-        min_similarity: Least similarity that is kept; positive.
-        device: Where similarities are computed.
+        output_embeddings: Output embeddings of the primary and the assistant, of shape `(vocab_size, hidden_size)`.
+        neighbours: Number of neighbours in r, and largest number of entries kept for one of the assistant's.
+        min_similarity: Smallest similarity that is kept; positive.
+        device: Device of the computation.
 
     Returns:
         The primary's ids for each id of the assistant, best first and -1 for none, and the share of each, which sum to
         1; both of shape `(member_vocab_size, neighbours)`. An entry that the primary has too is its own only
-        counterpart. Nothing but canonical ids has any.
+        counterpart. Only canonical ids have counterparts.
 
     Raises:
         VocabularyError: If the two have no entry in common.
@@ -73,7 +73,7 @@ def load_or_build_similar(
     digests = [_digest(weight) for weight in output_embeddings]
     key = _pair_key("eva", union, member, digests, neighbours, min_similarity)
     options = (neighbours, min_similarity, device)
-    # What is stored must not depend on the caller's autocast.
+    # Stored maps must not depend on the caller's autocast.
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         arrays = load_or_build(key, lambda: _build_similar(union, member, output_embeddings, *options))
     return arrays["ids"], arrays["shares"]
@@ -112,7 +112,7 @@ def _build_nearest(union: UnionVocabulary, member: int) -> np.ndarray:
 
 
 def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.ndarray:
-    """The place of the nearest of `choices` to each of `entries`; of several, the first."""
+    """The index of the nearest of `choices` to each of `entries`; ties go to the first."""
     is_text, choice_is_text = (
         np.array([text_or_none(one) is not None for one in some]) for some in (entries, choices)
     )
@@ -123,7 +123,7 @@ def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.n
         if not len(rows) or not len(columns):
             return
         texts = [choices[n].decode(encoding) for n in columns.tolist()]
-        # Characters that none of the choices has are all alike, which leaves far fewer texts to compare.
+        # Characters that no choice has are interchangeable, which leaves far fewer texts to compare.
         known = set().union(*texts)
         unlike = next(chr(code) for code in itertools.count() if chr(code) not in known)
         read = (entries[n].decode(encoding) for n in rows.tolist())
@@ -134,16 +134,16 @@ def _nearest_entries(entries: Sequence[bytes], choices: Sequence[bytes]) -> np.n
         best[rows] = np.minimum(best[rows], found[[unique[text] for text in spelled]])
 
     compare(is_text, choice_is_text, "utf-8")
-    # One character a byte.
+    # One character per byte.
     compare(is_text, ~choice_is_text, "latin-1")
     compare(~is_text, np.ones_like(choice_is_text), "latin-1")
     return best % len(choices)
 
 
 def _nearest_texts(queries: Sequence[str], choices: Sequence[str]) -> np.ndarray:
-    """The nearest choice to each query, and how near: its Levenshtein distance times `len(choices)`, plus its place.
+    """The nearest choice to each query, as its Levenshtein distance times `len(choices)`, plus its index.
 
-    So the least of several is the first of the nearest.
+    So the smallest value is the first of the nearest.
     """
     from rapidfuzz.distance import Levenshtein
     from rapidfuzz.process import cdist

@@ -1,4 +1,4 @@
-"""Anchor tokens: entries that all members have, the axes of a space that they share."""
+"""Anchor tokens: entries that all members have, which serve as axes of a shared space."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,13 @@ from .union import UnionVocabulary
 class AnchorTokens:
     """The entries common to all members, or some of them drawn at random, each with its id in every member.
 
-    Control tokens are no anchors. The choice depends on the vocabularies, `num_anchors` and `seed` only. Finding the
-    anchors takes milliseconds once the union vocabulary is there, which is kept on disk.
+    Control tokens are never anchors. The choice depends only on the vocabularies, `num_anchors` and `seed`. Finding
+    the anchors takes milliseconds once the union vocabulary, which is kept on disk, is there.
 
     Args:
         union: The members' union vocabulary.
         num_anchors: Number of anchors to draw; None, or more than there are common entries, takes all.
-        seed: Seed of the draw. The global random state is left alone.
+        seed: Seed of the draw. The global random state does not change.
 
     Attributes:
         union_ids: Union ids of the anchors in ascending order, of shape `(num_anchors,)`.

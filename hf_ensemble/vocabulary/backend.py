@@ -22,7 +22,7 @@ def fast_backend(tokenizer: PreTrainedTokenizerBase, name: str | None = None) ->
 
 
 def without_dropout(backend: Any) -> Any:
-    """The tokenizer itself, or, where it would leave out merges at random as for training, a copy that does not."""
+    """Return the tokenizer itself, or, if it skips merges at random as in training, a copy that does not."""
     if getattr(backend.model, "dropout", None):
         backend = copy.deepcopy(backend)
         backend.model.dropout = None
@@ -35,7 +35,7 @@ def component_state(component: Any) -> dict[str, Any] | None:
 
 
 def flatten_component(state: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """Spread a component's description, whose sequences stand under `key`, into a list."""
+    """Flatten a component's description, whose sequences are under `key`, into a list."""
     if state is None:
         return []
     if state["type"] != "Sequence":
@@ -44,28 +44,28 @@ def flatten_component(state: dict[str, Any] | None, key: str) -> list[dict[str, 
 
 
 def bare_view(backend: Tokenizer) -> Tokenizer:
-    """A tokenizer with the same vocabulary, normalizer and pre-tokenizer, and no added tokens, padding or truncation."""
+    """Return a tokenizer with the same vocabulary, normalizer and pre-tokenizer, and nothing else."""
     view = Tokenizer(backend.model)
     view.normalizer, view.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
     return view
 
 
 def prefix_ids(view: Tokenizer, backend: Tokenizer) -> list[int]:
-    """The ids that a tokenizer puts in front of a text (its BOS rule), found with a view of it, which is changed."""
+    """Return the ids that a tokenizer puts in front of a text (its BOS rule), using a view of it, which is changed."""
     ids, is_framing = _framed(view, backend)
     first_text = is_framing.index(0) if 0 in is_framing else 0
     return ids[:first_text]
 
 
 def suffix_ids(view: Tokenizer, backend: Tokenizer) -> list[int]:
-    """The ids that a tokenizer puts behind a text, found likewise."""
+    """Return the ids that a tokenizer puts after a text, using a view of it, which is changed."""
     ids, is_framing = _framed(view, backend)
     num_behind = is_framing[::-1].index(0) if 0 in is_framing else 0
     return ids[len(ids) - num_behind :]
 
 
 def _framed(view: Tokenizer, backend: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids of a text in its frame, and 1 for those of the frame."""
+    """The ids of a text in its frame, with 1 for ids of the frame."""
     view.post_processor = backend.post_processor
     encoded = view.encode("a", add_special_tokens=True)
     return list(encoded.ids), list(encoded.special_tokens_mask)

@@ -1,4 +1,4 @@
-"""One member's view of one row: the ids that it reads for the prompt and for what has been written since."""
+"""One member's view of one row: the ids it reads for the prompt and for the text written since."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -11,29 +11,29 @@ from .token_bytes import CONTROL
 Resync = Literal["append", "retokenize"]
 
 _LONG = 512
-"""Characters after which a text without a hard boundary is not encoded as a whole any more."""
+"""Number of characters after which a text without a hard boundary is no longer encoded as a whole."""
 
 _OVERLAP = 128
 _OVERLAP_IDS = 8
-"""Bytes and ids of such a text that are encoded again, at least."""
+"""Least number of bytes and ids of such a text that are encoded again."""
 
 
 class MemberContext:
-    """The ids of one member for one row, kept up with the text that the ensemble writes.
+    """The ids of one member for one row, which follow the ensemble's text.
 
     `append`: the context grows by the encoding of what each step wrote. `retokenize`: everything after the prompt's
-    last control token is encoded as a whole again; only the tail after the last hard boundary is looked at, and only the
-    end of one that is long, which gives the same ids. While the text ends inside a character, byte tokens for the begun
-    character stand at the end; a member that has none sits out until the character is complete.
+    last control token is encoded again as a whole; only the tail after the last hard boundary, or only the end of a
+    long tail, has to be encoded for the same ids. While the text ends inside a character, byte tokens for the begun
+    character stand at the end; a member without them sits out until the character is complete.
 
     Args:
         encoder: The member's encoder.
         resync: How the context follows the text.
-        prompt: What the prompt writes. It is encoded with the member's own BOS rule; never a control token from it.
+        prompt: The text of the prompt. It is encoded with the member's own BOS rule, and never as control tokens.
 
     Attributes:
         ids: The context, changed in place as the text grows.
-        sits_out: Whether the member cannot follow the text just now.
+        sits_out: Whether the member cannot follow the text at the moment.
         is_lossy: Whether the member's view of the text so far has lost something.
     """
 
@@ -58,12 +58,12 @@ class MemberContext:
 
     @property
     def loses_space(self) -> bool:
-        """Whether the member's entries count without their leading space just now."""
+        """Whether the member's entries currently count without their leading space."""
         return False
 
     @classmethod
     def of_ids(cls, encoder: ByteEncoder, ids: Sequence[int], resync: Resync = "append") -> "MemberContext":
-        """Make a context whose prompt is given as the member's own ids, such as those that render a conversation."""
+        """Create a context whose prompt is given as the member's own ids, such as a rendered conversation."""
         context = cls(encoder, "append", b"")
         context.ids = list(ids)
         if resync == "retokenize":
@@ -81,7 +81,7 @@ class MemberContext:
         """Let the context follow the text by the bytes of one entry.
 
         Returns:
-            How many leading ids are as they were.
+            The number of unchanged leading ids.
         """
         if not data:
             return len(self.ids)
@@ -102,7 +102,7 @@ class MemberContext:
     def _encode(self, text: str, start: bool) -> list[int]:
         ids = self.encoder.encode_context(text, start)
         written, wanted = self.encoder.token_bytes.write(ids), text.encode("utf-8", "replace")
-        # At its start the tokenizer may put a space of its own.
+        # At its start, the tokenizer may add its own space.
         self.is_lossy |= written != wanted and not (start and written == b" " + wanted)
         return ids
 
@@ -137,10 +137,10 @@ class MemberContext:
         return self._replace_from(num_frozen, new)
 
     def _retokenize_end(self, added: str) -> int | None:
-        """Encode the end only of a long text that ends with what was added to it, if that surely gives the same ids.
+        """Encode only the end of a long text after an addition, if that is certain to give the same ids.
 
-        Ids are the encoding of a text by merges if every two neighbours are the encoding of what they write. So where two
-        encodings have two neighbours in common, the one may be continued by the other.
+        Ids are the encoding of a text by merges if every two neighbours are the encoding of their text. So where two
+        encodings have two neighbours in common, one can be continued by the other.
         """
         encoder, entries = self.encoder, self.encoder.token_bytes.entries
         if len(self._tail) <= _LONG or not encoder.merges or encoder.is_hard_boundary(self._tail, len(self._tail) - 1):
@@ -161,7 +161,7 @@ class MemberContext:
         return None if met is None else self._replace_from(first + met[0], new[met[1] :])
 
     def _replace_from(self, start: int, new: list[int]) -> int:
-        """Put the encoding of the text from an id on in place of what stands there, and the begun character after it."""
+        """Replace the context from an id on by the encoding of its text, followed by the begun character."""
         begun = self.encoder.byte_tokens(self._begun)
         self.sits_out = begun is None
         self._num_begun = len(begun or ())
@@ -170,9 +170,9 @@ class MemberContext:
 
 
 def num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading ids are the same."""
+    """Return the number of equal leading ids."""
     low, high = 0, min(len(a), len(b))
-    # Mostly the one is the beginning of the other, and comparing is much quicker than a copy.
+    # Usually one is a prefix of the other, and comparing is much quicker than copying.
     if (a if len(a) == high else a[:high]) == (b if len(b) == high else b[:high]):
         return high
     while low < high:
@@ -189,7 +189,7 @@ def _starts_character(data: bytes) -> bool:
 
 
 def _meet(old: Sequence[int], new: Sequence[int], entries: Sequence[bytes]) -> tuple[int, int] | None:
-    """Where two encodings of texts that begin alike have two neighbouring ids in common, at the same place."""
+    """Where two encodings of texts with the same beginning share two neighbouring ids at the same position."""
     n = m = at_old = at_new = 0
     while n + 1 < len(old) and m + 1 < len(new):
         if at_old == at_new and old[n : n + 2] == new[m : m + 2]:

@@ -1,4 +1,4 @@
-"""Which ids of a tokenizer write given bytes, as the start or the continuation of a text."""
+"""Finds the ids of a tokenizer that write given bytes, as the start or the continuation of a text."""
 
 import codecs
 import re
@@ -12,21 +12,21 @@ from .tokenizer_views import SEPARATOR, TokenizerView, TokenizerViews
 
 _REPLACEMENT = "�"
 _NO_TEXT, _END = b"\xff", b"\xfe\xff" * 8
-"""Bytes that no text has."""
+"""Bytes that never occur in text."""
 
 
 class ByteEncoder:
-    """Encodes bytes with one tokenizer: never a control token, whatever the text spells.
+    """Encodes bytes with one tokenizer, never as control tokens, whatever the text spells.
 
-    Works on views of the tokenizer that share its vocabulary but none of its settings: padding, truncation and added
-    control tokens of the user's object neither act here nor change.
+    It works on views of the tokenizer that share its vocabulary but none of its settings: padding, truncation and
+    added control tokens of the user's object have no effect here and do not change.
 
     Args:
         tokenizer: A fast tokenizer. It is read, never changed.
-        token_bytes: What its ids write.
+        token_bytes: The bytes of its ids.
 
     Attributes:
-        merges: Whether ids are what merging neighbours gives, wherever in a text they stand.
+        merges: Whether ids result from merging neighbours, independent of their place in the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes):
@@ -41,7 +41,7 @@ class ByteEncoder:
 
     @cached_property
     def id_of(self) -> dict[bytes, int]:
-        """The canonical id of every entry: the one that the tokenizer itself gives for these bytes, else the lowest."""
+        """The canonical id of every entry: the tokenizer's own for these bytes, or else the lowest."""
         entries = self.token_bytes.entries
         text_ids = (self.token_bytes.kinds == TEXT).nonzero()[0][::-1].tolist()
         found = {entries[i]: i for i in text_ids}
@@ -59,7 +59,7 @@ class ByteEncoder:
 
     @cached_property
     def suffix_ids(self) -> list[int]:
-        """The control tokens that the tokenizer puts behind a text, if the model has them."""
+        """The control tokens that the tokenizer puts after a text, if the model has them."""
         return [i for i in self._views.suffix_ids if i < self.token_bytes.num_ids]
 
     @property
@@ -69,14 +69,15 @@ class ByteEncoder:
 
     @property
     def start_ids(self) -> list[int]:
-        """What a text without any token starts from: the BOS rule, else the BOS or EOS token; empty if neither."""
+        """The ids that start an empty text: by the BOS rule, else the BOS or EOS token; empty if there is neither."""
         return self.prefix_ids or self._start_tokens[:1]
 
     def encode(self, data: bytes) -> list[int] | None:
         """Encode bytes as the continuation of a text.
 
-        One id where they are an entry; else what the tokenizer gives; where that would change the bytes, the same
-        without its normalizer, then byte tokens; one byte token a byte for what is no valid UTF-8.
+        The result is one id if the bytes are an entry, or else the tokenizer's own encoding. If that would change the
+        bytes, the tokenizer encodes without its normalizer, then with byte tokens. Invalid UTF-8 is encoded as one
+        byte token per byte.
 
         Returns:
             Ids that write exactly `data`, or None if this tokenizer cannot write it.
@@ -92,7 +93,7 @@ class ByteEncoder:
         plain = [n for n, text in enumerate(texts) if text is not None and SEPARATOR not in text]
         encoded = self._views.separating.encode_separated([texts[n] or "" for n in plain])
         entries, num_ids = self._entries_and_end, self.token_bytes.num_ids
-        # All at once; -1 gives what ends each. What does not write its text is encoded again, alone.
+        # All at once; -1 gives the end of each. Results that do not write their text are encoded again, alone.
         written = b"".join([entries[min(i, num_ids)] for ids in encoded for i in (*ids, -1)]).split(_END)
         found = {n: ids for n, ids, data in zip(plain, encoded, written, strict=False) if data == batch[n]}
         return [found[n] if n in found else self.encode(data) for n, data in enumerate(batch)]
@@ -104,7 +105,7 @@ class ByteEncoder:
 
         Args:
             text: The text.
-            start: Whether the text starts here, so that the tokenizer's own leading space (if any) is put in.
+            start: Whether the text starts here, so that the tokenizer's own leading space (if any) is added.
         """
         if start:
             text = self._views.with_start_space(text)
@@ -121,7 +122,7 @@ class ByteEncoder:
         return ids
 
     def encode_context_bytes(self, data: bytes) -> list[int]:
-        """Encode bytes for a context: exactly if possible, else as `encode_context` and U+FFFD for what is missing."""
+        """Encode bytes for a context: exactly if possible, else as `encode_context` with U+FFFD for missing bytes."""
         exact = self.encode(data)
         if exact is not None:
             return exact
@@ -129,11 +130,11 @@ class ByteEncoder:
         return [i for part in parts for i in part]
 
     def replace_unwritable(self, text: str) -> str:
-        """Put U+FFFD in place of every character that this tokenizer would lose."""
+        """Replace every character that this tokenizer would lose by U+FFFD."""
         return text.translate({ord(char): _REPLACEMENT for char in self._unwritable_chars(text)})
 
     def byte_tokens(self, data: bytes) -> list[int] | None:
-        """Encode bytes as one token a byte, or None if this tokenizer lacks one of them."""
+        """Encode bytes as one token per byte, or None if this tokenizer lacks one of them."""
         ids = [self._byte_ids.get(b) for b in data]
         return None if None in ids else ids  # type: ignore[return-value]
 
@@ -144,7 +145,7 @@ class ByteEncoder:
     def is_hard_boundary(self, text: str, position: int) -> bool:
         """Whether text before and after `position` is encoded independently: between a word and a space.
 
-        Holds where no entry of the vocabulary contains this character followed by a space, so no merge, piece or
+        This holds if no entry of the vocabulary contains this character followed by a space, so no merge, piece or
         pre-token can cross it.
         """
         before = text[position - 1]
@@ -167,7 +168,7 @@ class ByteEncoder:
 
     @cached_property
     def _missing_bytes(self) -> bytes:
-        """Bytes that are lost by this tokenizer, so that contexts need a stand-in; empty if it has an unknown token."""
+        """Bytes that this tokenizer loses, so that contexts need a stand-in; empty if it has an unknown token."""
         if self.token_bytes.writer.family != "byte-level":
             return b""
         return self.token_bytes.missing_bytes
@@ -179,10 +180,10 @@ class ByteEncoder:
         return {char for char in set(text) if not set(missing).isdisjoint(char.encode("utf-8", "replace"))}
 
     def _replace_missing(self, data: bytes) -> list[int]:
-        """Write bytes that are no text here: byte tokens, and what stands for U+FFFD where there is none."""
+        """Encode bytes that are not text for this tokenizer: as byte tokens, or as U+FFFD if there are none."""
         byte_ids = self._byte_ids
         if not any(b in byte_ids for b in range(0x80, 0x100)):
-            # No byte tokens at all: as Python decodes it.
+            # Without byte tokens, as Python decodes it.
             return self._stand_in(len(data.decode("utf-8", "replace")))
         return [i for b in data for i in ([byte_ids[b]] if b in byte_ids else self._stand_in(1))]
 
@@ -204,7 +205,7 @@ class ByteEncoder:
 
     @cached_property
     def _entries_and_end(self) -> list[bytes]:
-        """What each id writes; no text for one that asks for a closer look or has no row. The last is an end."""
+        """The text of each id; empty for one that needs a closer look or has no row. The last one is an end."""
         entries = [*self.token_bytes.entries, _NO_TEXT, _END]
         for i in self._suspicious_ids:
             entries[min(i, self.token_bytes.num_ids)] = _NO_TEXT
@@ -212,13 +213,13 @@ class ByteEncoder:
 
     @cached_property
     def _suspicious_ids(self) -> set[int]:
-        """Ids whose presence asks for a closer look: without a row, or perhaps read from text that spells them."""
+        """Ids that need a closer look: without a row, or possibly read from text that spells them."""
         rowless = set(range(self.token_bytes.num_ids, self._backend.get_vocab_size(with_added_tokens=True)))
         return self._control | rowless | set(self._spelled_byte_ids)
 
     @cached_property
     def _spelled_byte_ids(self) -> frozenset[int]:
-        """Byte tokens of a tokenizer that would read one from the text `<0x0A>`: not so where only merges make tokens."""
+        """Byte tokens of a tokenizer that would read one from the text `<0x0A>`; not if only merges make tokens."""
         model = self._backend.model
         if self.merges and not model.ignore_merges:
             return frozenset()
@@ -226,14 +227,14 @@ class ByteEncoder:
         return frozenset(i for i in ids if i is not None)
 
     def _respell(self, view: TokenizerView, text: str) -> list[int]:
-        """Encode text such that nothing it spells becomes a control or byte token, and every id has a row.
+        """Encode text so that nothing it spells becomes a control or byte token, and every id has a row.
 
-        Where a token must not be used, the text is cut inside it and both parts are encoded again.
+        If a token must not be used, the text is cut inside it and both parts are encoded again.
         """
         places = view.encode_with_places(text)
         for i, a, b in places:
             if i == self._unknown:
-                # Where it stands for characters that are unknown it is the tokenizer's view of the text, and stays.
+                # If it stands for unknown characters, it is the tokenizer's view of the text, and stays.
                 must_go = self._backend.id_to_token(i) in view.normalized(text[a:b])
             else:
                 is_spelled_byte = i in self._spelled_byte_ids and b - a > 1
@@ -257,7 +258,7 @@ def split_begun_character(data: bytes) -> tuple[str, bytes]:
 
 
 def _segments(data: bytes) -> list[tuple[str, bytes]]:
-    """Cut bytes into runs of valid text and runs of bytes that are none: pairs of which one is empty."""
-    # surrogateescape gives every byte that is no valid UTF-8 a character of its own, U+DC80 to U+DCFF.
+    """Cut bytes into runs of valid text and runs of invalid bytes: pairs, one of them empty."""
+    # surrogateescape gives every invalid byte its own character, U+DC80 to U+DCFF.
     runs = re.finditer("([\udc80-\udcff]+)|[^\udc80-\udcff]+", data.decode("utf-8", "surrogateescape"))
     return [("", run[1].encode("utf-8", "surrogateescape")) if run[1] else (run[0], b"") for run in runs]

@@ -1,4 +1,4 @@
-"""Relative representations: a token as its similarities to the anchors, formed for the tokens that are asked for."""
+"""Relative representations: a token as its similarities to the anchors, formed on request."""
 
 import functools
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 _CACHE_BYTES = 512 * 2**20
-"""Most memory of one member's kept rows."""
+"""Largest memory of one member's kept rows."""
 
 _COPY_BYTES = 256 * 2**20
-"""Most memory of a copy of the anchors' embeddings; where they are larger, rows are formed against all embeddings."""
+"""Largest memory of a copy of the anchors' embeddings; if they are larger, rows are formed against all embeddings."""
 
 _SCRATCH_BYTES = 320 * 2**20
-"""Most memory of the products from which rows are formed."""
+"""Largest memory of the products from which rows are formed."""
 
 _BLOCK_BYTES = 24 * 2**20
 """Size of the pieces in which rows are normalised on a CPU."""
@@ -28,12 +28,12 @@ _HAS_OUT_DTYPE = torch.__version__ >= "2.8"
 
 
 class RelativeRows:
-    """One member's relative representation `R̂`, of which only rows that are asked for exist, and a bounded number.
+    """One member's relative representation `R̂`; only requested rows exist, in bounded number.
 
     A row is the softmax over the anchors of the cosine similarities between a token's embedding and the anchors'. Rows
-    are formed and kept, in float32, where the embeddings are; when no more fit, those not asked for just then are
-    forgotten. Rows of tokens without an embedding (all zeros) are uniform. Not for several threads or CUDA streams at
-    the same time.
+    are formed and kept, in float32, on the embeddings' device. When no more fit, rows that are not requested at the
+    moment are dropped. Rows of tokens without an embedding (all zeros) are uniform. Not safe for several threads or
+    CUDA streams at once.
 
     Args:
         embeddings: Of shape `(vocab_size, hidden_size)`; not copied.
@@ -41,8 +41,8 @@ class RelativeRows:
         sharpness: If given, similarities are scaled to length `sharpness` before the softmax.
 
     Attributes:
-        capacity: Most rows that are kept.
-        device: Where they are.
+        capacity: Largest number of kept rows.
+        device: Their device.
     """
 
     def __init__(self, embeddings: Tensor, anchor_ids: Tensor, sharpness: float | None):
@@ -73,7 +73,7 @@ class RelativeRows:
         return self._slot_of[ids] < 0
 
     def reserve(self) -> None:
-        """Get the memory for kept rows, which stays the same until it is given back."""
+        """Allocate the memory for kept rows, which stays the same until it is freed."""
         if self._kept is None:
             self._kept = self._anchor_inverse_norms.new_empty(self.capacity, self._num_anchors)
 
@@ -82,13 +82,13 @@ class RelativeRows:
 
         Args:
             ids: At most `capacity`, each once, of shape `(num_ids,)`, on the embeddings' device.
-            num_missing: Number of those that are not kept yet.
+            num_missing: Number of ids that are not kept yet.
         """
         assert self._kept is not None, "no memory reserved"
-        # Those without a slot first. Masks would make the host wait for the device.
+        # Ids without a slot first. Masks would make the host wait for the device.
         missing, others = ids[self._slot_of[ids].argsort()].tensor_split([num_missing])
         if self._num_kept + num_missing > self.capacity:
-            # Those that are not asked for just now are forgotten.
+            # Rows that are not requested now are dropped.
             kept = self._kept[self._slot_of[others]]
             self._slot_of.fill_(-1)
             self._num_kept = len(others)
@@ -100,12 +100,12 @@ class RelativeRows:
             self._slot_of[missing] = torch.arange(start, self._num_kept, device=ids.device)
 
     def take(self, ids: Tensor) -> "TakenRows":
-        """Rows of some ids, without a look at the host.
+        """Return rows of some ids, without reading on the host.
 
         Args:
             ids: Of shape `(num_ids,)` or, for each row of a batch its own, `(batch_size, num_ids)`. Their rows must be
-                kept (see `keep`): others hold anything. More than `capacity`, of the first shape, are formed in pieces
-                at every use.
+                kept (see `keep`); other rows are undefined. More than `capacity`, of the first shape, are formed in
+                pieces at every use.
         """
         ids = (ids[0] if ids.ndim == 2 and len(ids) == 1 else ids).to(self.device)
         if ids.numel() > self.capacity:
@@ -119,7 +119,7 @@ class RelativeRows:
 
         Args:
             ids: Of shape `(num_ids,)`, on the embeddings' device.
-            out: Takes the rows, if given.
+            out: Receives the rows, if given.
 
         Returns:
             Rows in float32, of shape `(num_ids, num_anchors)`; `out` if given.
@@ -144,16 +144,16 @@ class RelativeRows:
         return out
 
     def forget(self) -> None:
-        """Give the memory of the kept rows back."""
+        """Free the memory of the kept rows."""
         self._slot_of.fill_(-1)
         self._num_kept, self._kept = 0, None
 
 
 class TakenRows:
-    """Products with the rows of some ids, without their matrix where it would be too large (see `RelativeRows.take`).
+    """Products with the rows of some ids, without their matrix if it would be too large (see `RelativeRows.take`).
 
     Args:
-        rows: Forms the rows that are not held.
+        rows: Forms rows that are not held.
         ids: Of shape `(num_ids,)` or `(batch_size, num_ids)`.
         held: Their rows, of shape `(num_ids, num_anchors)` or `(batch_size, num_ids, num_anchors)`; None if they are to be
             formed in pieces at every use.
@@ -202,7 +202,7 @@ class TakenRows:
 
 def inverse_norms(embeddings: Tensor) -> Tensor:
     """One over the length of every row, 0 for rows of zeros, in float32, of shape `(num_rows,)`."""
-    # In pieces, since each is converted as a whole.
+    # In pieces, because each is converted as a whole.
     norms = torch.cat([torch.linalg.vector_norm(block.float(), dim=-1) for block in embeddings.split(_CONVERTED_ROWS)])
     return torch.where(norms > 0, 1 / norms, 0.0)
 
@@ -215,11 +215,11 @@ def _products(queries: Tensor, keys: Tensor) -> Tensor:
         cut = len(keys) - len(keys) % _ALIGNMENT
         if cut in (0, len(keys)):
             return torch.mm(queries, keys.T, out_dtype=torch.float32)
-        # An odd number of keys, or rows that start at odd places, would make it several times slower.
+        # An odd number of keys, or rows at odd offsets, would make it several times slower.
         padded = queries.new_empty(len(queries), cut + _ALIGNMENT, dtype=torch.float32)
         for some in (slice(cut), slice(cut, len(keys))):
             torch.mm(queries, keys[some].T, out_dtype=torch.float32, out=padded[:, some])
         return padded[:, : len(keys)]
-    # No kernel does that here; the keys are converted in pieces, to keep the memory small.
+    # There is no kernel for that here; the keys are converted in pieces, to save memory.
     queries = queries.float()
     return torch.cat([queries @ block.float().T for block in keys.split(_CONVERTED_ROWS)], dim=-1)

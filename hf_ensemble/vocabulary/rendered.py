@@ -1,4 +1,4 @@
-"""Which ids read what a chat template rendered: its control tokens are real, and what content spells is text."""
+"""Encodes what a chat template rendered: its control tokens are real, and content stays text."""
 
 import re
 import secrets
@@ -12,17 +12,17 @@ from .tokenizer_views import TokenizerView
 
 
 class RenderedEncoder:
-    """Encodes rendered conversations with one tokenizer, as the tokenizer itself does, but for content.
+    """Encodes rendered conversations with one tokenizer, as the tokenizer itself does, except for content.
 
-    Content is marked before it is rendered: a mark inside whatever spells a control token. What still is a control
-    token afterwards was written by the template. The marks are gone from what is encoded. Works on a view of the
-    tokenizer in which control tokens have names that nobody can spell, so nothing in content becomes one; the tokenizer
+    Content is marked before rendering, with a mark inside everything that spells a control token. A control token that
+    remains afterwards was written by the template. The marks are removed before encoding. It works on a view of the
+    tokenizer in which control tokens have names that text cannot spell, so content never becomes one; the tokenizer
     itself is only read.
 
     Args:
         backend: The tokenizer.
         control: Ids of its control tokens.
-        num_ids: Number of ids that the model has rows for; added tokens beyond are spelled out. None: all have one.
+        num_ids: Number of ids that the model has rows for; added tokens beyond are spelled out. None: all have a row.
     """
 
     def __init__(self, backend: Tokenizer, control: Collection[int], num_ids: int | None = None):
@@ -37,13 +37,13 @@ class RenderedEncoder:
     # Marking content
 
     def mark(self, text: str, sign: str) -> str:
-        """Put a sign inside every control token that a text spells, and where it ends with the beginning of one."""
+        """Put a mark inside every control token that a text spells, and at its end if that begins one."""
         text = self._whole.sub(rf"\1{sign}", text) if self._control else text
         end = len(text.rstrip())
         return text[:end] + sign + text[end:] if text[:end].endswith(self._beginnings) else text
 
     def mark_all(self, text: str, sign: str) -> str:
-        """Put a sign also after whatever may begin a control token, in case a template joins what it cuts apart."""
+        """Also put a mark after everything that may begin a control token, in case a template joins pieces."""
         return self.mark(self._begun.sub(rf"\1{sign}", text) if self._control else text, sign)
 
     def controls(self, text: str, sign: str) -> list[str]:
@@ -65,7 +65,7 @@ class RenderedEncoder:
     def _scanner(self, sign: str) -> re.Pattern[str]:
         if sign not in self._scanners:
             surfaces = sorted(self._id_of, key=len, reverse=True)
-            # A single character cannot be parted by a sign: it is followed by one.
+            # A single character cannot be split by a mark, so the mark follows it.
             escaped = [re.escape(s) + (f"(?!{sign})" if len(s) == 1 else "") for s in surfaces]
             self._scanners[sign] = re.compile("(" + "|".join(escaped) + ")", re.DOTALL)
         return self._scanners[sign]
@@ -81,8 +81,8 @@ class RenderedEncoder:
     def _encode(self, text: str) -> list[int]:
         places = self._view.encode_with_places(text)
         for i, a, b in places:
-            # A model may have control tokens among its pieces. Where one stands for characters that are unknown, it is
-            # the tokenizer's view of the text, and stays.
+            # A model may have control tokens among its pieces. If one stands for unknown characters, it is the
+            # tokenizer's view of the text, and stays.
             is_piece = i in self._control and self._name(i) not in text[a:b]
             if is_piece and b - a > 1 and self._control[i] in self._view.normalized(text[a:b]):
                 return self._encode(text[: a + 1]) + self._encode(text[a + 1 :])

@@ -1,4 +1,4 @@
-"""Vocabulary maps on disk: safetensors files under a key of everything that they depend on."""
+"""Vocabulary maps on disk: safetensors files, keyed by everything they depend on."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ from .. import messages
 from .backend import bare_view, component_state, fast_backend
 
 _SCHEMA = 2
-"""Part of every key: raise it when what is stored, or how it is computed, changes."""
+"""Part of every key: raise it when the stored data, or its computation, changes."""
 
 _PROBE_TEXT = (
     "The quick brown fox doesn't jump over 1234567890 lazy dogs;\n\tif (a <= b) { return x[i]->y; }  // naïve café\r\n"
@@ -40,18 +40,18 @@ _ABANDONED = 3600.0
 
 
 def cache_folder() -> Path:
-    """The folder of stored maps: `HF_ENSEMBLE_CACHE`, by default `hf_ensemble` in the Hugging Face cache home."""
+    """Return the folder of stored maps: `HF_ENSEMBLE_CACHE`, by default `hf_ensemble` in the Hugging Face cache home."""
     return Path(os.environ.get("HF_ENSEMBLE_CACHE") or Path(constants.HF_HOME) / "hf_ensemble")
 
 
 def store_key(kind: str, *parts: Any) -> str:
-    """Name of the stored file for something that depends on `parts` (JSON values) and nothing else."""
+    """Return the name of the stored file for data that depends on `parts` (JSON values) and nothing else."""
     digest = hashlib.sha256(json.dumps([_SCHEMA, kind, *parts]).encode()).hexdigest()
     return f"{kind}-{digest[:40]}"
 
 
 def load_arrays(key: str) -> dict[str, np.ndarray] | None:
-    """Read stored arrays; None if there are none, or the file is damaged (which warns)."""
+    """Read stored arrays; None if there are none, or if the file is damaged, with a warning."""
     path = cache_folder() / f"{key}.safetensors"
     if not path.is_file():
         return None
@@ -69,7 +69,7 @@ def load_arrays(key: str) -> dict[str, np.ndarray] | None:
 
 
 def save_arrays(key: str, arrays: dict[str, np.ndarray]) -> None:
-    """Store arrays. A reader sees the whole file or none, also when two processes store the same key at once."""
+    """Store arrays. A reader sees the complete file or none, even if two processes store the same key at once."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def _remove_abandoned(folder: Path, key: str) -> None:
 
 
 def load_or_build(key: str | None, build: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Read stored arrays, or build and store them; without a key they are built, and not stored."""
+    """Read stored arrays, or build and store them; without a key, they are built but not stored."""
     if key is None:
         return build()
     arrays = load_arrays(key)
@@ -117,10 +117,10 @@ def load_or_build(key: str | None, build: Callable[[], dict[str, np.ndarray]]) -
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of everything in a tokenizer that decides which ids it gives and what they write.
+    """Return a hash of everything in a tokenizer that determines its ids and what they write.
 
-    A tokenizer loaded from a folder is known by its tokenizer.json, its live settings, and a sample of its ids, which
-    is several times faster than writing out its vocabulary; any other by its whole description.
+    A tokenizer loaded from a folder is identified by its tokenizer.json, its live settings, and a sample of its ids,
+    which is several times faster than writing out its vocabulary; any other by its whole description.
     """
     backend = fast_backend(tokenizer)
     digest = hashlib.sha256()
@@ -135,7 +135,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         state = [type(backend.model).__name__, size, list(map(component_state, components)), added, sample, probe]
         digest.update(json.dumps(state, default=str).encode())
     else:
-        # Padding and truncation stand in front: left behind by the user's last call, no part of what the tokenizer is.
+        # Padding and truncation come first in the description; they are left from the user's last call, and do not
+        # count.
         head, mark, rest = backend.to_str().partition('"added_tokens":')
         state = json.loads(f"{head}{mark}null}}") | {"padding": None, "truncation": None}
         digest.update(json.dumps(state).encode() + rest.encode())

@@ -1,4 +1,4 @@
-"""What an encoder-decoder member's decoder reads for one row: where a text starts, and what has been written."""
+"""What an encoder-decoder member's decoder reads for one row: the start of a text, and what has been written."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,16 @@ from .encoding import ByteEncoder
 
 
 class TargetContext(MemberContext):
-    """The ids of a member for which nothing stands before the text that is written: no prompt, only a start.
+    """The ids of a member that reads no prompt before the written text, only a start.
 
-    A tokenizer that puts a space before the first word does so here, and a space that the text begins with is that one.
+    A tokenizer that puts a space before the first word does so here too; a space at the beginning of the text is that
+    space.
 
     Args:
         encoder: The member's encoder.
         resync: How the context follows the text.
-        start_ids: What a text starts from.
-        is_open: Whether the first word of a text takes no space where the text goes on after the row's prompt.
+        start_ids: The ids that start a text.
+        is_open: Whether the first word takes no space, because the text continues the row's prompt.
     """
 
     def __init__(self, encoder: ByteEncoder, resync: Resync, start_ids: Sequence[int], is_open: bool):

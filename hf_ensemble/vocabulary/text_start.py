@@ -1,4 +1,4 @@
-"""What ids of a tokenizer write where a text begins, if the space that it puts before the first word is not written."""
+"""What ids write at the beginning of a text, if the space that their tokenizer puts before the first word is dropped."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,10 +10,10 @@ _SPACE = b" "
 
 
 class TextStartEncoder(ByteEncoder):
-    """The encoder of a tokenizer whose entries have lost one leading space: how a text begins after a line's end, say.
+    """The encoder of a tokenizer whose entries have lost one leading space, for example at the beginning of a line.
 
-    An entry that is nothing but a space keeps it, since without it would write nothing. What is no entry is what the
-    tokenizer writes after a space.
+    An entry that is only a space keeps it, because otherwise it would write nothing. Text that is not an entry is
+    encoded as the tokenizer does after a space.
 
     Args:
         encoder: The tokenizer's encoder.
@@ -27,7 +27,7 @@ class TextStartEncoder(ByteEncoder):
 
     @cached_property
     def id_of(self) -> dict[bytes, int]:
-        """The canonical id of every entry: the one with the space, which the tokenizer gives there, else its own."""
+        """The canonical id of every entry: the one with the space, which the tokenizer uses there, or else its own."""
         plain = self._after_space.id_of
         found = {data: i for data, i in plain.items() if not _loses_space(data)}
         found.update((data[1:], i) for data, i in plain.items() if _loses_space(data))

@@ -1,4 +1,4 @@
-"""What every id of a tokenizer writes, as bytes."""
+"""The bytes that every id of a tokenizer writes."""
 
 import copy
 import itertools
@@ -41,14 +41,13 @@ class TokenBytes:
 
     Args:
         tokenizer: A fast tokenizer (one with a `tokenizers` backend). It is read, never changed.
-        num_ids: Number of ids that the model has rows for; ids from there on have no token. Default: all the
-            tokenizer has.
+        num_ids: Number of ids that the model has rows for; higher ids have no token. Default: all the tokenizer has.
         end_ids: Ids that end a text. Those that are added tokens are control tokens, unless they are white space.
-        name: Name used in errors. Default: the tokenizer's `name_or_path` or class.
+        name: Name in errors. Default: the tokenizer's `name_or_path` or class.
         cache: Whether to read and write the store on disk.
 
     Raises:
-        VocabularyError: If the tokenizer has no fast backend, or its decoder writes other text than these rules say.
+        VocabularyError: If the tokenizer has no fast backend, or its decoder writes other text than these rules.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class TokenBytes:
         num_rowless = sum(1 for token in tokens[num_ids:] if token is not None)
         tokens += [None] * (num_ids - len(tokens))
         entries = self.writer.pieces([token or "" for token in tokens[:num_ids]])
-        # A vocabulary with holes can have a piece under the id of an added token: the decoder writes the added one.
+        # A vocabulary with holes can have a piece under the id of an added token; the decoder writes the added token.
         added = {i: token.content for i, token in self.added.items() if i < num_ids}
         for i, entry in zip(added, self.writer.added(list(added.values())), strict=True):
             entries[i] = entry
@@ -118,11 +117,11 @@ class TokenBytes:
         return arrays
 
     def with_entries(self, entries: Sequence[bytes], kind: str) -> "TokenBytes":
-        """The same ids, which write something else.
+        """Return the same ids with other entries.
 
         Args:
-            entries: What each id writes; nothing and something as before.
-            kind: Why, for the store.
+            entries: The bytes of each id; empty or not, as before.
+            kind: The reason, for the store.
         """
         twin = copy.copy(self)
         twin.__dict__.pop("entries", None)
@@ -134,7 +133,7 @@ class TokenBytes:
 
     @cached_property
     def entries(self) -> list[bytes]:
-        """What each id writes; empty for control tokens and ids without a token."""
+        """The bytes of each id; empty for control tokens and ids without a token."""
         return [self._blob[a:b] for a, b in itertools.pairwise(self._bounds.tolist())]
 
     @property
@@ -143,34 +142,34 @@ class TokenBytes:
         return np.diff(self._bounds)
 
     def entry(self, token_id: int) -> bytes:
-        """What one id writes, without spreading out the whole vocabulary."""
+        """Return the bytes of one id, without expanding the whole vocabulary."""
         return self._blob[self._bounds[token_id] : self._bounds[token_id + 1]]
 
     @property
     def missing_bytes(self) -> bytes:
-        """The byte values that no token writes alone: what such a tokenizer may be unable to write."""
+        """The byte values that no single token writes, which the tokenizer may be unable to write."""
         alone = {entry[0] for entry in self.entries if len(entry) == 1}
         return bytes(b for b in range(256) if b not in alone)
 
     def is_control(self, i: int) -> bool:
-        """Whether an id, which need not be one of these, is a control token."""
+        """Whether an id, which may be out of range, is a control token."""
         return 0 <= i < self.num_ids and bool(self.kinds[i] == CONTROL)
 
     def write(self, ids: Iterable[int]) -> bytes:
-        """Join what ids write in the middle of a text; ids without a token and control tokens write nothing."""
+        """Return the bytes of ids in the middle of a text; ids without a token and control tokens write nothing."""
         return b"".join(self.entry(i) for i in ids if i < self.num_ids)
 
     def write_from_start(self, ids: Iterable[int]) -> bytes:
-        """Join what ids write as a whole text, as the tokenizer's decoder does."""
+        """Return the bytes of ids as a whole text, as the tokenizer's decoder writes them."""
         data = self.write(ids)
         return data[1:] if self.strips_start and data.startswith(b" ") else data
 
     def _check_against_decoder(self) -> None:
-        """Compare with the tokenizer's own decoder wherever that gives valid text."""
+        """Compare with the tokenizer's own decoder where that gives valid text."""
         text_ids = [i for i in np.flatnonzero(self.kinds == TEXT).tolist() if i not in self.added]
         if not text_ids:
             return
-        # After an anchor, because decoders treat the first token of a text in their own ways.
+        # After another token, because decoders treat the first token of a text differently.
         anchor = next(
             (i for i in text_ids if self.entries[i].strip().isalpha() and self.entries[i].isascii()), text_ids[0]
         )
@@ -191,7 +190,7 @@ class TokenBytes:
 
 
 class TokenWriter:
-    """How one tokenizer's decoder writes a token, read off the decoder's own description."""
+    """How one tokenizer's decoder writes a token, by the decoder's own description."""
 
     def __init__(self, backend: Any, name: str):
         parts = flatten_component(component_state(backend.decoder), "decoders")
@@ -227,19 +226,19 @@ class TokenWriter:
             )
 
     def decode(self, tokens: list[str]) -> str:
-        """The text that the tokenizer's own decoder makes of tokens, without WordPiece's clean-up of spaces."""
+        """Decode tokens with the tokenizer's own decoder, without WordPiece's clean-up of spaces."""
         text: str = self._decoder.decode(tokens)
         return text
 
     def pieces(self, tokens: Sequence[str]) -> list[bytes]:
-        """What ordinary vocabulary tokens write; nothing for empty ones."""
+        """Return the bytes of ordinary vocabulary tokens; empty for empty tokens."""
         if self.family == "byte-level":
             return _undo_byte_alphabet(tokens)
         if self._word_prefix is not None:
             prefix = self._word_prefix
             words = [token[len(prefix) :] if token.startswith(prefix) else token and " " + token for token in tokens]
             return [word.encode("utf-8", "surrogatepass") for word in words]
-        # All at once, around a character that no token has.
+        # All at once, around a character that no token contains.
         text = "".join(tokens)
         separator = next(char for char in map(chr, range(sys.maxunicode, 0, -1)) if char not in text)
         text = separator.join([*tokens, ""])
@@ -253,7 +252,7 @@ class TokenWriter:
         return entries
 
     def added(self, tokens: Sequence[str]) -> list[bytes]:
-        """What added tokens write: their literal text; SentencePiece-style, as the decoder writes it."""
+        """Return the bytes of added tokens: their literal text; SentencePiece-style, as the decoder writes it."""
         if self.family == "sentencepiece":
             return self.pieces(tokens)
         return [token.encode("utf-8", "surrogatepass") for token in tokens]
@@ -276,7 +275,7 @@ _BYTE_OF_CHAR = np.array([_ALPHABET.get(code, -1) for code in range(max(_ALPHABE
 
 
 def _undo_byte_alphabet(tokens: Sequence[str]) -> list[bytes]:
-    """The bytes that tokens spell in GPT-2's alphabet; the UTF-8 of a token with a character outside of it."""
+    """The bytes that tokens spell in GPT-2's alphabet; UTF-8 for a token with a character outside of it."""
     chars = np.frombuffer("".join(tokens).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     values = _BYTE_OF_CHAR[np.minimum(chars, len(_BYTE_OF_CHAR) - 1)]
     ends = np.cumsum(np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens)))
@@ -288,7 +287,7 @@ def _undo_byte_alphabet(tokens: Sequence[str]) -> list[bytes]:
 
 
 def text_or_none(data: bytes) -> str | None:
-    """The text that bytes are in UTF-8; None if they are none."""
+    """Return the text of UTF-8 bytes; None if they are invalid."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:

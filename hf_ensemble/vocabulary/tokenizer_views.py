@@ -1,4 +1,4 @@
-"""Views of a tokenizer, which share its vocabulary and none of its settings: how it encodes pieces of a text."""
+"""Views of a tokenizer, which share its vocabulary but none of its settings, to encode pieces of a text."""
 
 import itertools
 import json
@@ -16,26 +16,27 @@ from .token_bytes import NO_TOKEN, TokenBytes
 SEPARATOR = "\U000fffff"
 _CHUNK = 256
 _TEXT_KEEPING_NORMALIZERS = {"NFC", "NFKC", "NFD", "NFKD", "Lowercase", "Prepend", "Nmt"}
-"""Normalizers that look at no more than a character and its combining marks, so that a space cuts their input."""
+"""Normalizers that look only at a character and its combining marks, so that a space cuts their input."""
 _WHITE_SPACE_AS_BETWEEN_WORDS = [
     {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
     for pattern, content in ((r"\s+", " "), (r"\s$", ""))
 ]
-"""Normalizers after which white space stands where a tokenizer that drops it puts a space of its own."""
+"""Normalizers that keep white space, in tokenizers that drop it and add their own space."""
 
 
 class TokenizerView:
-    """A tokenizer of its own over a vocabulary, whose ids are told as those of the vocabulary.
+    """A separate tokenizer over a vocabulary, whose ids are translated to those of the vocabulary.
 
     Args:
         tokenizer: The tokenizer, which has no added tokens yet.
-        added: Those that it shall have, by the ids that they are told as.
+        added: Its added tokens, by their ids in the vocabulary.
         num_holes: Number of ids that the vocabulary leaves out.
     """
 
     def __init__(self, tokenizer: Tokenizer, added: Mapping[int, AddedToken], num_holes: int):
         self.tokenizer = tokenizer
-        # New tokens are numbered from the count of the others, so holes are filled first, with what no text spells.
+        # New tokens are numbered from the count of the others, so holes are filled first, with tokens that no text
+        # spells.
         tokenizer.add_tokens([f"\U0010fffe{secrets.token_hex(8)}\U0010ffff" for _ in range(num_holes)])
         tokenizer.add_tokens(list(added.values()))
         real_ids = {tokenizer.token_to_id(token.content): i for i, token in added.items()}
@@ -46,14 +47,14 @@ class TokenizerView:
         return self._real(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def encode_with_places(self, text: str) -> list[tuple[int, int, int]]:
-        """The ids of a text, each with the first character that it reads and the one after its last."""
+        """Return the ids of a text, each with its first character and the one after its last."""
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         return [(i, a, b) for i, (a, b) in zip(self._real(encoding.ids), encoding.offsets, strict=True)]
 
     def encode_separated(self, texts: list[str]) -> list[list[int]]:
-        """Encode texts that hold no separator, many in one call, which costs half of a call each.
+        """Encode many texts without separators in one call, which takes half the time of single calls.
 
-        The separator must be a token of its own in this view.
+        The separator must be a token in this view.
         """
         chunks = [SEPARATOR.join([*texts[n : n + _CHUNK], ""]) for n in range(0, len(texts), _CHUNK)]
         encoded = self.tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
@@ -63,7 +64,7 @@ class TokenizerView:
         return [real[a + 1 : b] for a, b in itertools.pairwise([-1, *ends])]
 
     def normalized(self, text: str) -> str:
-        """What the tokenizer makes of a text before it looks for tokens."""
+        """Return a text as the tokenizer normalizes it."""
         normalizer = self.tokenizer.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
@@ -72,10 +73,10 @@ class TokenizerView:
 
 
 class TokenizerViews:
-    """The views of one tokenizer, made when they are needed; control tokens are no tokens in them.
+    """The views of one tokenizer, created on first use; control tokens are not tokens in them.
 
     Args:
-        token_bytes: What the tokenizer's ids write.
+        token_bytes: The bytes of the tokenizer's ids.
     """
 
     def __init__(self, token_bytes: TokenBytes):
@@ -112,7 +113,7 @@ class TokenizerViews:
 
     @property
     def suffix_ids(self) -> list[int]:
-        """The ids that the tokenizer puts behind a text."""
+        """The ids that the tokenizer puts after a text."""
         return suffix_ids(self._view(normalize=True).tokenizer, self._backend)
 
     @property
@@ -127,7 +128,7 @@ class TokenizerViews:
         return type(self._backend.model).__name__ in {"BPE", "Unigram"} and all(keeps)
 
     def with_start_space(self, text: str) -> str:
-        """Put in the space that the tokenizer itself inserts at the start of a text."""
+        """Add the space that the tokenizer itself inserts at the start of a text."""
         if not text or not self._start_space or text.startswith(self._added_surfaces):
             return text
         return text if self._start_space == "unless there" and text.startswith((" ", "▁")) else " " + text
@@ -146,7 +147,7 @@ class TokenizerViews:
         parts = [_without_prefix_space(part) for part in self._pre_tokenizers]
         kinds = [part["type"] for part in parts]
         if "WhitespaceSplit" in kinds and "Metaspace" in kinds:
-            # It cuts white space out, and the other puts one space before each word: a space that is there is that one.
+            # It cuts out white space and puts one space before each word, so an existing space is that space.
             parts.pop(kinds.index("WhitespaceSplit"))
             kept += _WHITE_SPACE_AS_BETWEEN_WORDS if normalize else []
         view.normalizer = _from_state(normalizers.Sequence([]), {"type": "Sequence", "normalizers": kept})

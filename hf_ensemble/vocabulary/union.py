@@ -16,7 +16,7 @@ _BATCH = 4096
 
 
 class UnionVocabulary:
-    """All members' vocabularies as one, compared by what tokens write.
+    """The union of all members' vocabularies, compared by the bytes that tokens write.
 
     Union ids are the primary's ids under their own numbers, then each assistant's entries that no earlier member has,
     in member order and id order. For every member three maps say how it writes a union entry: as an entry of its own,
@@ -24,15 +24,15 @@ class UnionVocabulary:
     of the vocabularies.
 
     Args:
-        encoders: One encoder a member; the first is the primary's.
+        encoders: One encoder per member; the first is the primary's.
         cache: Whether to read and write the store on disk.
 
     Attributes:
         num_shared: Number of entries that all members have.
-        member_to_union: For each member the union id of each of its ids, -1 where it takes no part, of shape
+        member_to_union: For each member the union id of each of its ids, -1 if it takes no part, of shape
             `(member_vocab_size,)`.
-        union_to_member: For each member its id for each union entry, -1 where it has none, of shape `(union_size,)`.
-        union_to_first: For each member the first id with which it writes each union entry, -1 where it cannot.
+        union_to_member: For each member its id for each union entry, -1 if it has none, of shape `(union_size,)`.
+        union_to_first: For each member the first id with which it writes each union entry, -1 if it cannot.
 
     Reference:
         Yu et al., "Breaking the Ceiling of the LLM Community by Treating Token Generation as a Classification for
@@ -70,10 +70,10 @@ class UnionVocabulary:
         return cls([ByteEncoder(t, TokenBytes(t, cache=cache)) for t in tokenizers], cache=cache)
 
     def of_members(self, indices: Sequence[int]) -> "UnionVocabulary":
-        """The same entries under the same numbers, for some of the members.
+        """Return the same entries with the same numbers, for some of the members.
 
         Args:
-            indices: Their numbers; the first is that of the primary.
+            indices: Their indices; the first is the primary's.
         """
         twin = copy.copy(self)
         for name in ("encoders", "member_to_union", "union_to_member", "union_to_first"):
@@ -84,21 +84,21 @@ class UnionVocabulary:
         return twin
 
     def __len__(self) -> int:
-        """Number of union ids, the primary's ids without a token included."""
+        """Number of union ids, including the primary's ids without a token."""
         return len(self.union_to_member[0])
 
     def entry(self, union_id: int) -> bytes:
-        """The bytes that a union entry writes; empty for control tokens and ids without a token."""
+        """Return the bytes of a union entry; empty for control tokens and ids without a token."""
         member, member_id = self._source[:, union_id].tolist()
         entry: bytes = self._entries_of[member].entry(member_id)
         return entry
 
     def continuation(self, union_id: int, member: int) -> list[int] | None:
-        """All ids with which a member writes a union entry after a text.
+        """Return all ids with which a member writes a union entry after a text.
 
         Args:
             union_id: The entry.
-            member: Number of the member.
+            member: Index of the member.
 
         Returns:
             The ids; None if it cannot write the entry.
@@ -137,7 +137,7 @@ class UnionVocabulary:
             missing = in_use[own[in_use] < 0]
             lengths = np.zeros(len(entries), dtype=np.int64)
             flat: list[int] = []
-            # In pieces, so that no more than a few thousand lists live at once: more keep the garbage collector busy.
+            # In pieces of a few thousand lists at once, because more keep the garbage collector busy.
             for start in range(0, len(missing), _BATCH):
                 batch = missing[start : start + _BATCH]
                 encoded = [ids or [] for ids in encoder.encode_batch([entries[u] for u in batch.tolist()])]

@@ -1,4 +1,4 @@
-"""Words in what a model writes: where they end, and what text of some ids makes a span of them."""
+"""Words in a model's text: where they end, and which ids form a span of them."""
 
 import codecs
 import itertools
@@ -10,7 +10,7 @@ import regex
 from .token_bytes import TokenBytes
 
 _SPACE = "\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-"""What `str.isspace` calls white space."""
+"""White space as in `str.isspace`."""
 _SPACELESS = "".join(
     rf"\p{{Script={script}}}" for script in ("Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar")
 )
@@ -22,8 +22,8 @@ _ESCAPED_BYTES = dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd")
 def word_ends(text: str) -> Iterator[int]:
     """Yield where each word of a text ends.
 
-    A word is a run of characters that are no white space, or a grapheme of a script that is written without spaces
-    (Han, Hiragana, Katakana, Thai, Lao, Khmer, Myanmar).
+    A word is a run of characters other than white space, or a grapheme of a script written without spaces (Han,
+    Hiragana, Katakana, Thai, Lao, Khmer, Myanmar).
     """
     for stretch in _STRETCH.finditer(text):
         for word in _WORD.finditer(text, *stretch.span()):
@@ -40,7 +40,7 @@ def end_of_words(text: str, count: int) -> int | None:
         count: Number of words, at least 1.
 
     Returns:
-        A place in the text, in characters.
+        A position in the text, in characters.
     """
     end = next(itertools.islice(word_ends(text), count - 1, None), len(text))
     return end if end < len(text) else None
@@ -51,9 +51,9 @@ class Span:
     """A span of words as one member wrote it.
 
     Attributes:
-        data: What it writes, without what only showed its completion.
+        data: Its bytes, without what only showed its completion.
         has_eos: Whether the text ends with it.
-        is_complete: Whether nothing that the member writes next can change it.
+        is_complete: Whether it can no longer change.
     """
 
     data: bytes
@@ -69,20 +69,20 @@ def read_span(
     max_tokens: int,
     begun: bytes = b"",
 ) -> Span:
-    """Read a span of at most `span_length` words from the beginning of what a member wrote.
+    """Read a span of at most `span_length` words from the beginning of a member's text.
 
     Args:
         ids: Ids that the member wrote since the span began.
-        token_bytes: What its ids write.
-        eos_ids: Ids that end a text. One that writes text ends the span after what it writes, if no word was complete
-            before that; the others make it end with EOS.
+        token_bytes: The bytes of its ids.
+        eos_ids: Ids that end a text. One that writes text ends the span after its text, if no word was complete before
+            it; the others make the span end with EOS.
         span_length: Number of words.
-        max_tokens: Number of ids after which the span ends anywhere; an unfinished character is cut off.
+        max_tokens: Number of ids after which the span ends in any case; an unfinished character is cut off.
         begun: Bytes of an unfinished character before the span.
     """
     last = next((n for n, i in enumerate(ids[:max_tokens]) if i in eos_ids), None)
     data = begun + token_bytes.write(ids[:max_tokens] if last is None else ids[: last + 1])
-    # A byte that is no text becomes one character, so that ends of words can be turned back into bytes.
+    # An invalid byte becomes one character, so that ends of words can be converted back into bytes.
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(data)
     end = end_of_words(text.translate(_ESCAPED_BYTES), span_length)
     if end is not None:

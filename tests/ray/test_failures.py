@@ -78,7 +78,7 @@ def mixed(lost_node, folders):
         process = process_of(ensemble.member_views[1])
     wait_until_ended(process)
     with pytest.raises(
-        MemberError, match=r"'gemma' has been ended. `ensemble.restart_member\('gemma'\)` starts it anew"
+        MemberError, match=r"'gemma' has ended. To start it again, call `ensemble.restart_member\('gemma'\)`"
     ):
         write(ensemble)
     assert ray.is_initialized()  # which the tests have started

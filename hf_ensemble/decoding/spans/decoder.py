@@ -49,7 +49,7 @@ class SpanDecoder:
     than it has been written.
 
     Args:
-        call: What the call works with.
+        call: The call.
         loop: Its loop, whose processors act on every member's logits while it proposes.
 
     Raises:

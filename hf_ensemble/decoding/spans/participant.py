@@ -100,7 +100,7 @@ class Participant(MemberState):
     """A member's state in the rounds of one call. Its contexts hold everything decided so far in each live row.
 
     Args:
-        call: What the call works with.
+        call: The call.
         loop: Its loop, whose processors act on the member's logits while it proposes.
         index: The member's number.
         eos_ids: The ids that end its texts.
@@ -316,7 +316,7 @@ class Participant(MemberState):
             After the forward pass is started, before it is waited for.
 
         Raises:
-            MemberError: If the member gives NaN.
+            MemberError: If the member returns NaN.
         """
         todo = self._unscored(offers)
         if not todo:

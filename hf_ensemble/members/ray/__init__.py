@@ -1,1 +1,1 @@
-"""Members in Ray actors: what lives in the actor, what travels, and what the ensemble sees. `ray` is imported on use."""
+"""Members in Ray actors: the actor, the messages, and the ensemble's side. `ray` is imported on first use."""

@@ -1,4 +1,4 @@
-"""What lives in an actor: a member, its caches by number, and what it is asked."""
+"""The actor's side: a member, its caches by number, and its answers."""
 
 import functools
 import os
@@ -23,22 +23,22 @@ from .line import AnsweringLine, Number
 from .wire import Delta, Ids, Packed, PackedIds
 
 Move = tuple[Any, ...]
-"""A change of caches that needs no answer: the name of a method of `Caches`, and its arguments."""
+"""A change of caches without an answer: the name of a method of `Caches`, and its arguments."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What an ensemble has to know of a member that it has no model of; read once.
+    """What an ensemble needs to know about a member whose model is elsewhere; read once.
 
     Attributes:
         config: The model's configuration.
         generation_config: Its generation config; None if it has none.
         eos_token_ids: Ids that end a text.
         vocab_size: Width of its logits.
-        max_positions: How many ids fit it; None for no limit.
+        max_positions: Number of ids that fit; None for no limit.
         dtype: Its dtype.
         num_parameters: Number of its parameters.
-        address: Where the actor runs: its process, host and node.
+        address: The actor's process, host and node.
     """
 
     config: Any
@@ -53,7 +53,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an actor answers, and what was warned of meanwhile.
+    """An actor's answer, and the warnings given meanwhile.
 
     Attributes:
         value: The answer.
@@ -111,20 +111,20 @@ class Caches:
             self._last[number] = [self._last[number][row] for row in chosen]
 
     def fork(self, number: int, twin: int, rows: Ids) -> None:
-        """Make caches of their own that continue from rows of others."""
+        """Create independent caches that continue from rows of others."""
         self._rows[twin] = self._rows[number].fork(rows.tolist())
 
     def adopt(self, number: int, fork: int, rows: Ids) -> None:
-        """Let rows continue from those of a fork, or, where the row's number is -1, stay."""
+        """Let rows continue from those of a fork; -1 leaves a row unchanged."""
         self._rows[number].adopt(self._rows[fork], [None if row < 0 else row for row in rows.tolist()])
         self._last.pop(number, None)
 
     def hold(self, number: int) -> None:
-        """Remember the rows as they are."""
+        """Remember the current rows."""
         self._rows[number].hold()
 
     def learn(self, kind: int, entry_ids: PackedIds) -> None:
-        """Learn which ids take part in a method, by a number."""
+        """Learn which ids take part in a method, under a number."""
         self._entry_ids[kind] = BestEntries(entry_ids.unpacked(self._member.device))
 
     def unlearn(self, kind: int) -> None:
@@ -135,7 +135,7 @@ class Caches:
         """Bring rows to their texts.
 
         Returns:
-            For each row its logits, of shape `(num_last, vocab_size)`; and the number of forward passes that this took.
+            For each row its logits, of shape `(num_last, vocab_size)`, and the number of forward passes it took.
         """
         rows, num_last = self._rows[number], delta.num_last.tolist()
         last = self._last.get(number)
@@ -175,7 +175,7 @@ class BestEntries:
         self._finds: dict[int, Captured] = {}
 
     def of(self, logits: Tensor, count: int) -> EntriesFound:
-        """Find them.
+        """Find the best entries.
 
         Args:
             logits: In the member's dtype, of shape `(num_rows, vocab_size)`.
@@ -184,7 +184,7 @@ class BestEntries:
         if count not in self._finds:
             self._finds[count] = Captured(functools.partial(_best_of, entry_ids=self._entry_ids, count=count), True)
         (found,) = self._finds[count](logits)
-        numbers = found.cpu().numpy()  # all at once: every look at a GPU waits for it
+        numbers = found.cpu().numpy()  # all at once, because every read from a GPU waits for it
         of_rows = [
             sorted({*self._eos_ids, *row, *(i for one in row for i in self._others.get(one, ()))})
             for row in numbers[:, 1:].astype(np.int64).tolist()
@@ -206,14 +206,14 @@ class HeldMember:
     """A member in an actor.
 
     Args:
-        load: Makes the member: the same code that loads a member in the ensemble's own process.
+        load: Creates the member, with the same code as in the ensemble's own process.
     """
 
     def __init__(self, load: Callable[[], Any]):
         self._load = load
 
     def is_there(self) -> None:
-        """Say that the actor has been started, before anything slow happens in it."""
+        """Report that the actor has started, before anything slow happens in it."""
 
     def load(self) -> Answer:
         """Load the member and describe it."""
@@ -240,7 +240,7 @@ class HeldMember:
         return self._line.number
 
     def answer(self) -> None:
-        """Answer what is asked over the line, for as long as the actor lives."""
+        """Answer requests over the line for as long as the actor lives."""
         self._line.answer(lambda what, arguments: getattr(self, what)(*arguments))
 
     @torch.no_grad()
@@ -251,7 +251,7 @@ class HeldMember:
         return Answer(mode, tuple(said))
 
     def describe(self) -> Answer:
-        """What makes the member another one."""
+        """A value that identifies the member."""
         return Answer(self._member.description())
 
     def embeddings(self, name: str) -> Packed | None:
@@ -266,11 +266,10 @@ class HeldMember:
 
     @torch.no_grad()
     def forward(self, moves: Sequence[Move], number: int, delta: Delta) -> Answer:
-        """Move rows, bring them to their texts, and give whole rows of logits in the member's own dtype.
+        """Move rows, bring them to their texts, and return whole rows of logits in the member's own dtype.
 
         Returns:
-            The logits that were asked for, row after row, of shape `(num_asked, vocab_size)`, and the number of forward
-            passes.
+            The requested logits, row after row, of shape `(num_asked, vocab_size)`, and the number of forward passes.
         """
         with _warned() as said:
             self._move(moves)
@@ -279,7 +278,7 @@ class HeldMember:
 
     @torch.no_grad()
     def best(self, moves: Sequence[Move], number: int, delta: Delta, rows: Ids, kind: int, count: int) -> Answer:
-        """Move rows, bring them to their texts, and give the best entries of some.
+        """Move rows, bring them to their texts, and return the best entries of some.
 
         Returns:
             `EntriesFound` of `rows`, and the number of forward passes.
@@ -291,7 +290,7 @@ class HeldMember:
 
     @torch.no_grad()
     def logits_of(self, moves: Sequence[Move], number: int, counts: Ids, ids: Ids) -> Answer:
-        """Give the logits of these ids in the rows of the last `best`, row after row."""
+        """Return the logits of these ids in the rows of the last `best`, row after row."""
         self._move(moves)
         return Answer(self._caches.logits_of(number, counts, ids))
 
@@ -302,7 +301,7 @@ class HeldMember:
 
 @contextmanager
 def _warned() -> Iterator[list[str]]:
-    """Take the warnings of a block to where they are seen: to the ensemble's process."""
+    """Collect the warnings of a block for the ensemble's process."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

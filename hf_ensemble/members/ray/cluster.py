@@ -1,4 +1,4 @@
-"""Ray itself: used as it runs, else started for as long as a member needs it."""
+"""Ray itself: joined if it runs, otherwise started for as long as a member needs it."""
 
 import logging
 import signal
@@ -11,16 +11,16 @@ from ...optional_packages import not_installed
 
 _lock = threading.Lock()
 _users = 0
-"""Number of actors that live in a Ray of ours; 0 where Ray is not running or somebody else has started it."""
+"""Number of actors in a Ray that we started or joined; 0 if Ray is not running or the user started it."""
 
 
 def join(name: str) -> Any:
     """Join the Ray that runs, or start one.
 
-    A Ray that somebody else has started stays when we are through.
+    A Ray that the user started keeps running afterwards.
 
     Args:
-        name: The member for which it is needed.
+        name: The member that needs it.
 
     Returns:
         `ray`, and whether `leave` has to be called.
@@ -46,7 +46,7 @@ def _start(ray: Any, name: str) -> None:
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
-        # An address comes from the environment, or from a cluster that runs on this host; else a cluster is started.
+        # The address comes from the environment, or from a cluster on this host; otherwise a cluster is started.
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise ConfigurationError(
@@ -59,7 +59,7 @@ def _start(ray: Any, name: str) -> None:
 
 
 def leave(ray: Any) -> None:
-    """Say that an actor of a Ray of ours has ended; after the last one Ray ends too."""
+    """Record that an actor has ended; after the last one, leave Ray."""
     global _users
     with _lock:
         _users -= 1
@@ -68,7 +68,7 @@ def leave(ray: Any) -> None:
 
 
 def check_resources(ray: Any, name: str, options: Mapping[str, Any]) -> None:
-    """Refuse what no node of the cluster has, for which an actor would wait for ever.
+    """Refuse resources that no node of the cluster has, because the actor would wait forever.
 
     Args:
         ray: The module.
@@ -76,7 +76,7 @@ def check_resources(ray: Any, name: str, options: Mapping[str, Any]) -> None:
         options: Options of its actor.
 
     Raises:
-        ConfigurationError: Naming what is asked for, and what the nodes have.
+        ConfigurationError: If no node has them; names the resources and what the nodes have.
     """
     asked = {**(options.get("resources") or {})}
     for option, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU"), ("memory", "memory")):

@@ -1,6 +1,6 @@
-"""A line to an actor: the messages of a step take a socket, which is some ten times faster than a call of Ray.
+"""A connection to an actor: the messages of a step use a socket, about ten times faster than a call through Ray.
 
-Ray places the actor, starts and ends it, and says what became of it. The line opens once the member is loaded.
+Ray places, starts and ends the actor, and reports its fate. The line opens once the member is loaded.
 """
 
 import itertools
@@ -21,11 +21,11 @@ from ...errors import EnsembleError
 
 @dataclass(frozen=True)
 class Number:
-    """Where an actor can be called.
+    """The address of an actor's line.
 
     Attributes:
         address: Its host and port.
-        key: What a caller has to know; Ray brings it to the ensemble.
+        key: The caller's key, which Ray brings to the ensemble.
     """
 
     address: tuple[str, int]
@@ -48,7 +48,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """Say what an error was."""
+        """Describe an error."""
         text = f"{type(error).__name__}: {error}"
         return cls(type(error), error.args, text) if isinstance(error, EnsembleError) else cls(None, (), text)
 
@@ -57,7 +57,7 @@ class AnsweringLine:
     """The actor's end of the line.
 
     Args:
-        host: The address of its node, at which it can be called.
+        host: The address of its node.
     """
 
     def __init__(self, host: str):
@@ -73,7 +73,7 @@ class AnsweringLine:
                 caller = self._listener.accept()
             except OSError:
                 continue  # hung up at once
-            # A stranger who says nothing keeps nobody else waiting.
+            # A silent stranger does not block other callers.
             threading.Thread(target=self._admit, args=(caller,), daemon=True).start()
 
     def _admit(self, caller: Connection) -> None:
@@ -86,10 +86,10 @@ class AnsweringLine:
             self._callers.put(caller)
 
     def answer(self, handler: Callable[[str, Sequence[Any]], Any]) -> None:
-        """Answer one caller after the other, for as long as the actor lives.
+        """Answer one caller after another, for as long as the actor lives.
 
         Args:
-            handler: Takes what is asked and its arguments, and gives the answer.
+            handler: Takes a request and its arguments, and returns the answer.
         """
         while True:
             with self._callers.get() as caller:
@@ -114,10 +114,10 @@ class AskingLine:
     """The ensemble's end of the line. Any thread may ask; the actor answers in turn.
 
     Args:
-        number: Where the actor can be called.
+        number: The address of the actor's line.
 
     Raises:
-        OSError: If it cannot be.
+        OSError: If it cannot be reached.
     """
 
     def __init__(self, number: Number):
@@ -126,7 +126,7 @@ class AskingLine:
         self._places = itertools.count()
         self._sends = threading.Lock()
         self._asked: dict[int, Future[Any]] = {}
-        # It knows nothing of this object, which may be let go. An interrupt never stops it within a message.
+        # It does not refer to this object, which may be freed. An interrupt never stops it within a message.
         reader = threading.Thread(
             target=_read, args=(self._connection, self._asked), name="hf_ensemble-line", daemon=True
         )
@@ -136,7 +136,7 @@ class AskingLine:
         """Ask something.
 
         Returns:
-            What comes to hold the answer, or a `Failure`; a `ConnectionError` once the line is dead.
+            A future for the answer or a `Failure`; a `ConnectionError` if the line is dead.
         """
         answer: Future[Any] = Future()
         place = next(self._places)
@@ -145,11 +145,11 @@ class AskingLine:
             with self._sends:
                 self._connection.send((place, what, arguments))
         except OSError as error:
-            # Whoever waits for it hears of that: what has been written until then is written.
+            # Waiting callers learn of it; what was written until then stays.
             if self._asked.pop(place, None) is not None:
                 answer.set_exception(ConnectionError(str(error)))
         except BaseException:
-            # Who knows how much of it has gone out.
+            # It is unknown how much of it was sent.
             self.close()
             raise
         return answer
@@ -157,7 +157,7 @@ class AskingLine:
     def close(self) -> None:
         """Hang up."""
         try:
-            # Wakes the reader, which a mere close would leave waiting.
+            # Wakes the reader, which a plain close would leave waiting.
             with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
                 end.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -179,6 +179,6 @@ def _read(connection: Connection, asked: dict[int, "Future[Any]"]) -> None:
 
 
 def _at_once(connection: Any) -> None:
-    """Send what is short at once, not with what may follow."""
+    """Send short messages at once, without waiting for more."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

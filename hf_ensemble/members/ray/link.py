@@ -1,4 +1,4 @@
-"""The link to one actor: its life, the order of what it is told, how much that is, and what its failures mean."""
+"""The link to one actor: its life, the order of its messages, their size, and its failures."""
 
 import itertools
 import threading
@@ -18,29 +18,28 @@ from .line import AskingLine, Failure, Number
 from .wire import PackedIds, payload
 
 _PATIENCE = 30.0
-"""Seconds after which a warning says that an actor has not started, most likely for want of a place."""
+"""Seconds after which a warning says that an actor has not started, most likely for lack of resources."""
 
 _LOOK = 1.0
-"""Seconds after which Ray is asked whether the actor still lives, where no answer comes: a host that is lost hangs up on
-nobody."""
+"""Seconds without an answer after which Ray is asked whether the actor still lives: a lost host does not hang up."""
 
 _FAREWELL = 30.0
-"""Seconds in which Ray has to say what became of an actor that has hung up."""
+"""Seconds for Ray to report the fate of an actor that has hung up."""
 
 _MOST_REASON = 300
-"""Characters of what Ray says of a failure that an error repeats."""
+"""Number of characters of Ray's message that an error repeats."""
 
 _NOWHERE = "not started yet"
 
 
 @dataclass
 class Traffic:
-    """What has travelled since the link was made: numbers and texts, without what Ray wraps around them.
+    """The traffic since the link was created: numbers and texts, without Ray's overhead.
 
     Attributes:
         sent: Bytes to the actor.
         received: Bytes from it.
-        trips: Calls that were waited for.
+        trips: Number of awaited calls.
     """
 
     sent: int = 0
@@ -51,21 +50,21 @@ class Traffic:
 class ActorLink:
     """An actor that holds one member, from its start to its end.
 
-    Changes of caches are kept back until something is asked, and travel with that.
+    Changes of caches are held back and travel with the next request.
 
     Args:
         name: The member's name.
-        load: Makes the member in the actor.
+        load: Creates the member in the actor.
         options: Options of the actor, as for Ray's `.options(...)`.
 
     Attributes:
-        traffic: What has travelled.
-        moves: Changes of caches that the actor has not been told yet.
+        traffic: The traffic so far.
+        moves: Changes of caches that the actor does not know yet.
         numbers: Numbers for caches.
-        address: Where the actor runs.
+        address: The actor's place.
 
     Raises:
-        ConfigurationError: If Ray cannot be had, or no node has what the actor asks for.
+        ConfigurationError: If Ray is not available, or no node has what the actor asks for.
     """
 
     def __init__(self, name: str, load: Callable[[], Any], options: Mapping[str, Any]):
@@ -88,19 +87,19 @@ class ActorLink:
         self._is_there = self._actor.is_there.remote()
         self._description = self._actor.load.remote()
         self._number = self._actor.listen.remote()
-        # Runs as long as the actor does, so its end is the actor's.
+        # Runs as long as the actor does, so its end means the actor's.
         self._life = self._actor.answer.remote()
 
     @property
     def is_closed(self) -> bool:
-        """Whether the actor was ended from here."""
+        """Whether the actor was ended from this process."""
         return not self.close.alive
 
     def description(self) -> Description:
         """Wait until the member is loaded, and describe it.
 
         Raises:
-            EnsembleError: As loading it here would; a `MemberError` where the actor itself fails.
+            EnsembleError: As when loading it in this process; a `MemberError` where the actor itself fails.
         """
         ready, _ = self._ray.wait([self._is_there], timeout=_PATIENCE)
         if not ready:
@@ -122,7 +121,7 @@ class ActorLink:
         return found
 
     def kind_of(self, entry_ids: EntryIds) -> int:
-        """A number for what the actor has to know of a method; it learns it with what it is asked next."""
+        """Return a number for what the actor has to know about a method; it learns this with the next request."""
         with self._lock:
             kind = self._kinds.get(entry_ids)
             if kind is None:
@@ -133,16 +132,16 @@ class ActorLink:
         return kind
 
     def start(self, what: str, *arguments: Any) -> Any:
-        """Ask the actor something, after all changes of caches that were kept back.
+        """Send the actor a request, after all changes of caches that were held back.
 
         Args:
             what: Name of a method of `HeldMember` that takes changes first.
             *arguments: Its other arguments.
 
         Returns:
-            What `wait` takes.
+            The argument for `wait`.
         """
-        # What another thread asks meanwhile may build on these changes.
+        # Requests of other threads may build on these changes.
         with self._lock:
             moves = [self.moves.popleft() for _ in range(len(self.moves))]
             try:
@@ -152,7 +151,7 @@ class ActorLink:
                 raise
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """Ask the actor something, whatever it was told."""
+        """Send the actor a request, independent of changes of caches."""
         if self.is_closed:
             raise self._ended()
         self.traffic.sent += payload(arguments)
@@ -191,14 +190,14 @@ class ActorLink:
         return answer
 
     def _got(self, asked: Any) -> Any:
-        """What Ray itself brings."""
+        """The result of a call through Ray."""
         try:
             return self._ray.get(asked)
         except self._ray.exceptions.RayError as error:
             raise self._failed(error) from error
 
     def _lost(self, error: Exception | None) -> EnsembleError:
-        """The line is dead: why, Ray knows."""
+        """The line is dead; ask Ray why."""
         if self.is_closed:
             return self._ended()
         try:
@@ -234,10 +233,10 @@ class ActorLink:
     def _failed(self, error: Exception) -> EnsembleError:
         if isinstance(error, self._ray.exceptions.RayTaskError):
             return self._failure(Failure.of(error.cause))
-        # Lines that are indented are numbers for Ray's own log.
+        # Indented lines are for Ray's own log.
         lines = [line for line in str(error).splitlines() if line and not line.startswith((" ", "\t"))]
         reason = " ".join(lines)
-        if len(reason) > _MOST_REASON:  # the last line says what was raised
+        if len(reason) > _MOST_REASON:  # the last line names the error
             reason = f"{reason[:_MOST_REASON]} … {lines[-1][:_MOST_REASON]}"
         return self._gone(f"{type(error).__name__}: {reason}")
 

@@ -21,23 +21,23 @@ from .wire import Packed
 class RayMember(Member):
     """A causal language model in a Ray actor, with its tokenizer here.
 
-    The actor holds the model and all caches, and runs the steps. What the ensemble knows of the model is read once, when
-    the actor is made: nobody else can change it.
+    The actor holds the model and all caches, and runs the steps. The ensemble reads the model's description once, when
+    the actor is created, because nothing else can change it.
 
     Args:
-        name: Name used in errors.
-        load: Makes the member in the actor: the same code that makes one of this process.
+        name: Name in errors.
+        load: Creates the member in the actor, with the same code as in this process.
         options: Options of the actor, as for Ray's `.options(...)`.
 
     A copy shares the actor.
 
     Raises:
-        ConfigurationError: If Ray cannot be had, or no node has what the actor asks for.
+        ConfigurationError: If Ray is not available, or no node has what the actor asks for.
     """
 
     offers = ALL_OFFERS
     kind = "a causal language model in a Ray actor"
-    device = torch.device("cpu")  # where its logits arrive
+    device = torch.device("cpu")  # the device on which its logits arrive
 
     def __init__(self, name: str, load: Callable[[], Any], options: Mapping[str, Any]):
         self.name = name
@@ -51,19 +51,19 @@ class RayMember(Member):
 
     @property
     def link(self) -> ActorLink:
-        """The actor that holds the member now."""
+        """The actor that currently holds the member."""
         return self._links[0]
 
     def finish(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, system_prompt: str | None) -> None:
-        """Wait until the model is loaded, and be a member from then on.
+        """Wait until the model is loaded, and complete the member.
 
         Args:
             tokenizer: Its fast tokenizer.
-            chat_template: A template in place of the tokenizer's own.
-            system_prompt: A system turn in place of every conversation's; empty for none.
+            chat_template: A template to use instead of the tokenizer's own.
+            system_prompt: A system turn to use instead of every conversation's; empty for none.
 
         Raises:
-            EnsembleError: As loading it here would.
+            EnsembleError: As when loading it in this process.
         """
         try:
             self._known = known = self.link.description()
@@ -81,8 +81,8 @@ class RayMember(Member):
         """End the actor, if it still lives, and start another.
 
         Raises:
-            EnsembleError: As making the ensemble would.
-            ConfigurationError: If what is loaded now is another model.
+            EnsembleError: As when creating the ensemble.
+            ConfigurationError: If another model is loaded now.
         """
         self.link.close()
         self._start()
@@ -111,21 +111,21 @@ class RayMember(Member):
 
     @property
     def max_positions(self) -> int | None:
-        """How many ids it can read; None where nothing breaks beyond a length."""
+        """How many ids it can read; None if there is no limit."""
         return self._known.max_positions
 
     @property
     def place(self) -> Any:
-        """Its actor: it writes whole answers beside all others."""
+        """Its actor: it writes whole answers beside all other members."""
         return id(self)
 
     @property
     def traffic(self) -> Traffic:
-        """What has travelled between the ensemble and the actor since this was started."""
+        """The traffic between the ensemble and the actor since its start."""
         return self.link.traffic
 
     def description(self) -> Any:
-        """What makes it another member; see `LocalMember.description`."""
+        """A value that identifies it; see `LocalMember.description`."""
         return self.link.wait(self.link.ask("describe"))
 
     def __deepcopy__(self, memo: Any) -> "RayMember":
@@ -133,7 +133,7 @@ class RayMember(Member):
 
     @property
     def address(self) -> str:
-        """Where its actor runs: "process 4193 on host-b"."""
+        """The place of its actor: "process 4193 on host-b"."""
         return self._known.address
 
     @cached_property
@@ -149,19 +149,19 @@ class RayMember(Member):
         return RemoteRows(self.link, num_rows, num_expected, mode, self.dtype, self.vocab_size)
 
     def sends_entries(self, needs_whole_rows: bool) -> bool:
-        """Whether a few entries are enough: whole rows take long on the way."""
+        """Whether a few entries are enough, because whole rows take long to travel."""
         return not needs_whole_rows
 
     def not_finite(self, where: str) -> MemberError:
-        """Make the error for NaN or infinite logits, with where it runs."""
+        """Return the error for NaN or infinite logits, with where it runs."""
         return MemberError(f"{super().not_finite(where)} It runs in {self.address}.")
 
     def input_embeddings(self) -> Any:
-        """A copy of its input embeddings, fetched when they are first asked for."""
+        """A copy of its input embeddings, fetched on first use."""
         return self._input_embeddings
 
     def output_embeddings(self) -> Any:
-        """A copy of its output embeddings, likewise."""
+        """A copy of its output embeddings, fetched on first use."""
         return self._output_embeddings
 
     @cached_property
@@ -181,7 +181,7 @@ class RayMember(Member):
 
 
 def _of_model(known: Description) -> str:
-    """What a model that is loaded anew has to have in common with the one before, as errors say it."""
+    """The properties that a reloaded model has to share with the earlier one, worded for errors."""
     return f"{known.vocab_size} ids, {known.num_parameters} weights, {known.dtype} and EOS {list(known.eos_token_ids)}"
 
 

@@ -1,4 +1,4 @@
-"""Caches that are in an actor, as a member's state sees them."""
+"""Caches in an actor, for a member's state."""
 
 import weakref
 from collections.abc import Sequence
@@ -15,7 +15,9 @@ from .link import ActorLink
 from .wire import Delta, Packed, ids_of
 
 _FEWEST_ENTRIES = 32
-"""How many entries travel at least, 8 bytes each: what others propose is often among them, and need not be asked for."""
+"""The least number of entries to send, 8 bytes each: they often include the others' proposals, which then need no
+second request.
+"""
 
 
 class RemoteRows(CachedRows):
@@ -24,7 +26,7 @@ class RemoteRows(CachedRows):
     Args:
         link: The actor.
         num_rows: Number of rows.
-        num_expected: Number of ids by which each row is expected to grow.
+        num_expected: Expected number of new ids per row.
         mode: The cache mode in the actor; None for the member's.
         dtype: The member's dtype, in which whole rows travel.
         vocab_size: Width of its logits.
@@ -46,7 +48,7 @@ class RemoteRows(CachedRows):
 
     def _take_number(self) -> None:
         self._number = next(self._link.numbers)
-        # Where the rows are let go is no place to talk to the actor from: it is told when it is asked something.
+        # A finalizer must not talk to the actor; it is told with the next request.
         weakref.finalize(self, self._link.moves.append, ("drop", self._number)).atexit = False
 
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
@@ -55,11 +57,11 @@ class RemoteRows(CachedRows):
         self._asked = self._link.start("forward", self._number, Delta.of(texts, kept, num_last))
         self._num_last = list(num_last)
         self._follow(texts, kept)
-        # Nothing reads this before `collect`, but for its shape.
+        # Before `collect`, only its shape is read.
         return torch.empty((), dtype=self._dtype).expand(len(texts), max(num_last), self._vocab_size)
 
     def collect(self, logits: Tensor) -> Tensor:
-        """Wait for the logits that were started last."""
+        """Wait for the last started logits."""
         found: Packed
         found, self.num_forwards = self._waited()
         return _at_right_edge(found.tensor(), self._num_last)
@@ -68,7 +70,7 @@ class RemoteRows(CachedRows):
         self, texts: Sequence[Sequence[int]], rows: Sequence[int], count: int, entry_ids: EntryIds
     ) -> None:
         """Start to find the best entries after texts; see `CachedRows.start_entries`."""
-        # A row of which nothing is cached is no input for a model, so it is run too.
+        # A model cannot run an empty row, so this one runs too.
         run = {*rows, *(row for row, held in enumerate(self.cached) if not held)}
         texts = [text if row in run else self.cached[row] for row, text in enumerate(texts)]
         kept = self._num_cached_of(texts)
@@ -78,7 +80,7 @@ class RemoteRows(CachedRows):
         self._follow(texts, kept)
 
     def entries(self) -> Entries:
-        """Wait for the entries that were started last."""
+        """Wait for the last started entries."""
         found: EntriesFound
         found, self.num_forwards = self._waited()
         ids, logits = torch.from_numpy(found.ids.astype(np.int64)), torch.from_numpy(np.array(found.logits))
@@ -91,7 +93,7 @@ class RemoteRows(CachedRows):
         self._asked = self._link.start("logits_of", self._number, counts, flat)
 
     def logits_of(self) -> Entries:
-        """Wait for the logits that were started last."""
+        """Wait for the last started logits."""
         found = torch.from_numpy(np.array(self._waited()))
         ids = padded_ids(self._asked_ids)
         return Entries(ids, torch.zeros(ids.shape).masked_scatter_(ids >= 0, found))
@@ -106,7 +108,7 @@ class RemoteRows(CachedRows):
         self.cached = [list(self.cached[row]) for row in rows]
 
     def fork(self, rows: Sequence[int]) -> "RemoteRows":
-        """Rows of their own that continue from these."""
+        """Return independent rows that continue from these."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._take_number()
@@ -115,18 +117,18 @@ class RemoteRows(CachedRows):
         return twin
 
     def adopt(self, fork: Any, rows: Sequence[int | None]) -> None:
-        """Let row n continue from row `rows[n]` of a fork, or, where that is None, stay."""
+        """Let row n continue from row `rows[n]` of a fork; None leaves it unchanged."""
         numbers = ids_of([-1 if row is None else row for row in rows])
         self._link.moves.append(("adopt", self._number, fork._number, numbers))
         self.cached = [self.cached[place] if row is None else list(fork.cached[row]) for place, row in enumerate(rows)]
 
     def hold(self) -> None:
-        """Remember the rows as they are, where they could not roll back to them otherwise."""
+        """Remember the current rows, if they could not be rolled back to otherwise."""
         self._link.moves.append(("hold", self._number))
 
 
 def _at_right_edge(flat: Tensor, num_last: Sequence[int]) -> Tensor:
-    """Rows of logits that came one after the other, as `CachedRows.forward` gives them.
+    """Arrange consecutive rows of logits in the form of `CachedRows.forward`.
 
     Args:
         flat: Of shape `(sum(num_last), vocab_size)`.

@@ -1,4 +1,4 @@
-"""What travels between an ensemble and an actor: compact arrays of numbers, and how many bytes of them."""
+"""Messages between an ensemble and an actor: compact arrays of numbers, and their size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
@@ -17,7 +17,7 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor as bytes of its own dtype, for which numpy need not have a name.
+    """A tensor as bytes of its own dtype, even if numpy lacks this dtype.
 
     Attributes:
         values: Its elements, flat.
@@ -36,21 +36,21 @@ class Packed:
         return cls(flat.view(torch.uint8).numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     def tensor(self) -> Tensor:
-        """The tensor, on the CPU, with memory of its own."""
-        # What comes through the object store is read-only, and stays there as long as somebody looks at it.
+        """Return the tensor, on the CPU, with its own memory."""
+        # Arrays from the object store are read-only, and stay there as long as they are referenced.
         flat = torch.from_numpy(np.array(self.values))
         return flat.view(getattr(torch, self.dtype)).view(self.shape)
 
 
 @dataclass(frozen=True)
 class Delta:
-    """How rows change: so many leading ids of each stay, and these follow. No id travels twice.
+    """How rows change: the number of leading ids that stay, and the ids that follow. No id travels twice.
 
     Attributes:
         kept: For each row, how many leading ids stay, of shape `(num_rows,)`.
         counts: For each row, how many ids follow, of the same shape.
-        new: They, row after row.
-        num_last: For each row, after how many last ids something is asked, of shape `(num_rows,)`; 0 where it waits.
+        new: These ids, row after row.
+        num_last: For each row, the number of last ids with logits, of shape `(num_rows,)`; 0 if it waits.
     """
 
     kept: Ids
@@ -60,7 +60,7 @@ class Delta:
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]], kept: Sequence[int], num_last: Sequence[int]) -> "Delta":
-        """Say what the texts have beyond the ids that are kept of each."""
+        """Return the difference between the texts and the kept ids of each row."""
         new = [text[start:] for text, start in zip(texts, kept, strict=True)]
         return cls(
             ids_of(kept), ids_of(list(map(len, new))), ids_of([i for row in new for i in row]), ids_of(num_last)
@@ -109,12 +109,12 @@ class PackedIds:
 
 
 def ids_of(values: Sequence[int]) -> Ids:
-    """Whole numbers as they travel."""
+    """Integers in their compact form."""
     return np.array(values, dtype=np.int32)
 
 
 def payload(message: Any) -> int:
-    """How many bytes of numbers and texts a message holds, whatever wraps them on the way."""
+    """The number of bytes of numbers and texts in a message, without overhead."""
     if isinstance(message, np.ndarray):
         return message.nbytes
     if isinstance(message, (str, bytes)):

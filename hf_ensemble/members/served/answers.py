@@ -1,4 +1,4 @@
-"""Whole answers of a server: what options become in a request, and what was written becomes an answer."""
+"""Whole answers of a server: turns options into a request, and the result into an answer."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,18 +29,18 @@ _WITHOUT = {
     "exponential_decay_length_penalty": None,
     "max_time": None,
 }
-"""Options that a server does not know, with the values at which they do nothing."""
+"""Options that a server does not support, with the values at which they have no effect."""
 
 
 def refuse_options(name: str, settings: GenerationConfig) -> None:
-    """Refuse options that a server does not know.
+    """Refuse options that a server does not support.
 
     Args:
         name: Of the member, for the error.
         settings: The options.
 
     Raises:
-        ConfigurationError: If one of them does something.
+        ConfigurationError: If one of them has an effect.
     """
     for option, nothing in _WITHOUT.items():
         value = getattr(settings, option, None)
@@ -52,11 +52,11 @@ def refuse_options(name: str, settings: GenerationConfig) -> None:
 
 
 def sampling_of(settings: GenerationConfig, seed: int | None) -> dict[str, Any]:
-    """How a server is to choose ids.
+    """Return the sampling options of a request.
 
     Args:
         settings: The options.
-        seed: From which its draws follow; None where nothing is drawn.
+        seed: Determines its samples; None without sampling.
     """
     options: dict[str, Any] = {"repetition_penalty": _or(settings.repetition_penalty, 1.0)}
     if settings.do_sample:
@@ -71,12 +71,12 @@ def sampling_of(settings: GenerationConfig, seed: int | None) -> dict[str, Any]:
 
 
 def request_of(settings: GenerationConfig, seed: int | None, num_free: float) -> dict[str, Any]:
-    """The options of a request for a whole answer.
+    """Return the options of a request for a whole answer.
 
     Args:
         settings: The options of the call.
-        seed: From which its draws follow; None where nothing is drawn.
-        num_free: For how many ids there are positions.
+        seed: Determines its samples; None without sampling.
+        num_free: Number of free positions.
     """
     stop = settings.stop_strings
     max_tokens = int(min(settings.max_new_tokens or math.inf, num_free))
@@ -94,7 +94,7 @@ def request_of(settings: GenerationConfig, seed: int | None, num_free: float) ->
 def written_answer(
     written: Sequence[WrittenId], reason: str, settings: GenerationConfig, is_control: Callable[[int], bool]
 ) -> OwnAnswer:
-    """What a server has written, as an answer.
+    """Return the server's text as an answer.
 
     Args:
         written: The ids.

@@ -1,4 +1,4 @@
-"""What is asked of a server by completions, and how its answers are read and checked."""
+"""Requests to a server's completions, and reading and checking its answers."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from ...errors import MemberError
 from .http_client import MAX_TRIES, HttpClient, RefusalError
 
 MAX_ASKED = 128
-"""How many ids vLLM gives the log-probabilities of in one request."""
+"""Number of ids whose log-probabilities vLLM gives in one request."""
 
 _PLAIN = {
     "temperature": 0.0,
@@ -42,7 +42,7 @@ class WrittenId:
     Attributes:
         id: The id.
         log_prob: Its log-probability.
-        others: Those of the ids that were asked for there.
+        others: Log-probabilities of the requested ids at this position.
     """
 
     id: int
@@ -57,7 +57,7 @@ class ReadId:
     Attributes:
         log_prob: Its log-probability.
         is_best: Whether it is the model's best there.
-        text: What it writes; None where the server does not say.
+        text: Its text; None if the server does not say.
     """
 
     log_prob: float
@@ -67,12 +67,12 @@ class ReadId:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a server says of a text that it has read.
+    """A server's result for a text that it has read.
 
     Attributes:
         ids: Each of its ids.
-        next_id: What it would write next, greedily.
-        others: The log-probabilities of the ids that were asked for after it.
+        next_id: The id it would write next, greedily.
+        others: Log-probabilities of the requested ids after the text.
     """
 
     ids: list[ReadId]
@@ -83,22 +83,22 @@ class Reading:
 class Completions:
     """One model behind a server. Prompts go as ids, and ids come back.
 
-    Every answer is checked: that it is of this model, has what was asked for, and holds no NaN and no ids that the model
-    does not have.
+    Every answer is checked: it has to come from this model, contain what was requested, and have no NaN and no ids
+    that the model lacks.
 
     Args:
         client: Reaches the server.
         model: The name under which it serves the model.
-        vocab_size: Number of ids of the model, if that is known; others are refused as wrong.
+        vocab_size: Number of ids of the model, if known; higher ids are refused.
     """
 
     def __init__(self, client: HttpClient, model: str, vocab_size: int | None = None):
         self.client, self.model, self.vocab_size = client, model, vocab_size
 
-    # What is asked
+    # Requests
 
     def best(self, ids: Sequence[int], count: int, where: str) -> dict[int, float]:
-        """The ids that are most likely to follow a text.
+        """Return the ids that are most likely to follow a text.
 
         Args:
             ids: The text.
@@ -109,20 +109,20 @@ class Completions:
             Their log-probabilities, the best first.
 
         Raises:
-            MemberError: If the server does not answer, or not as it was asked.
+            MemberError: If the server does not answer, or gives a wrong answer.
         """
         found: Mapping[int, float] = {}
         for number in range(MAX_TRIES):
             if number:
                 time.sleep(_MIXED_UP_PAUSE * 2**number)
             found = self._listed(ids, count, where)
-            # vLLM forgets the best ids of a request that runs in one batch with one that asks for given ids.
+            # vLLM loses the best ids of a request that shares a batch with a request for given ids.
             if len(found) >= count:
                 return dict(sorted(found.items(), key=lambda item: (-item[1], item[0]))[:count])
         raise self._error(where, f"it returned {len(found)} of the {count} best ids that were requested.")
 
     def lists(self, ids: Sequence[int], count: int, where: str) -> bool:
-        """Whether the server gives so many best ids; see `best`."""
+        """Whether the server returns this many best ids; see `best`."""
         try:
             return len(self._listed(ids, count, where)) >= count
         except RefusalError as error:
@@ -135,7 +135,7 @@ class Completions:
         return {i: value for i, value in self._written(choice, where)[0].others.items() if value > -math.inf}
 
     def log_probs_of(self, ids: Sequence[int], asked: Sequence[int], where: str) -> dict[int, float]:
-        """The log-probabilities that given ids follow a text.
+        """Return the log-probabilities that given ids follow a text.
 
         Args:
             ids: The text.
@@ -143,22 +143,22 @@ class Completions:
             where: What this is for.
 
         Raises:
-            MemberError: If the server does not answer, or not as it was asked.
+            MemberError: If the server does not answer, or gives a wrong answer.
         """
         body = {"prompt": list(ids), "max_tokens": 1, **_asking(asked)}
         return dict(self._of_asked(self._written(self._choice(body, where), where)[0], asked, where))
 
     def read(self, ids: Sequence[int], start: int, asked: Sequence[int], where: str) -> Reading:
-        """How likely the ids of a text are. The server computes all of it, whatever it has cached.
+        """Return how likely the ids of a text are. The server computes the whole text, whatever it has cached.
 
         Args:
             ids: The text.
-            start: How many of its ids are not looked at; at least 1, after which the next can be likely.
-            asked: At most `MAX_ASKED` ids of which it is wanted how likely they follow the text.
+            start: Number of leading ids to skip; at least 1, because the first has nothing before it.
+            asked: At most `MAX_ASKED` ids whose log-probabilities after the text to request.
             where: What this is for.
 
         Raises:
-            MemberError: If the server does not answer, or not as it was asked.
+            MemberError: If the server does not answer, or gives a wrong answer.
         """
         choice = self._choice({"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": 0, **_asking(asked)}, where)
         found = choice.get("prompt_logprobs")
@@ -169,7 +169,7 @@ class Completions:
         return Reading(of_ids, written.id, self._of_asked(written, asked, where))
 
     def write(self, ids: Sequence[int], options: Mapping[str, Any], where: str) -> tuple[list[WrittenId], str]:
-        """Let the server go on with a text.
+        """Let the server continue a text.
 
         Args:
             ids: The text.
@@ -180,7 +180,7 @@ class Completions:
             What it wrote, and why it ended: "stop" or "length".
 
         Raises:
-            MemberError: If the server does not answer, or not as it was asked.
+            MemberError: If the server does not answer, or gives a wrong answer.
         """
         choice = self._choice({"prompt": list(ids), "logprobs": 0, **options}, where)
         return self._written(choice, where), str(choice.get("finish_reason"))
@@ -189,16 +189,16 @@ class Completions:
     def stream(
         self, ids: Sequence[int], options: Mapping[str, Any], asked: Sequence[int], where: str
     ) -> Iterator[Iterator[WrittenId]]:
-        """Let the server go on with a text, and read what it writes id by id; whoever leaves early ends it.
+        """Let the server continue a text, and read its ids one by one; leaving early ends the request.
 
         Args:
             ids: The text.
             options: Of the request: `max_tokens` and the like.
-            asked: Ids of which it is wanted how likely they were in every place.
+            asked: Ids whose log-probabilities to request at every position.
             where: What this is for.
 
         Raises:
-            MemberError: If the server does not answer, or not as it was asked.
+            MemberError: If the server does not answer, or gives a wrong answer.
         """
         body = self._body({"prompt": list(ids), "stream": True, **_asking(asked), **options})
         with self.client.stream("/completions", body, where) as parts:
@@ -207,12 +207,12 @@ class Completions:
     def _ids_of(self, parts: Iterator[Any], asked: Sequence[int], where: str) -> Iterator[WrittenId]:
         for part in parts:
             if isinstance(part, dict) and part.get("choices") == []:
-                continue  # such as one with nothing but the usage
+                continue  # such as one with only the usage
             for written in self._written(self._checked(part, where), where, may_be_empty=True):
                 self._of_asked(written, asked, where)
                 yield written
 
-    # How answers are read
+    # Reading answers
 
     def _body(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"model": self.model, **_PLAIN, **options}
@@ -296,9 +296,9 @@ class Completions:
 
 
 def _asking(asked: Sequence[int]) -> dict[str, Any]:
-    """The options that ask for the log-probabilities of given ids."""
+    """The options to request log-probabilities of given ids."""
     if not asked:
         return {"logprobs": 0}
     ids = list(asked)
-    # In a batch vLLM fills shorter lists up with id 0, of which only a list of full length still has its own value.
+    # In a batch, vLLM pads shorter lists with id 0, whose value is only right in a list of full length.
     return {"logprobs": 0, "logprob_token_ids": ids + [0] * (MAX_ASKED - len(ids)) if 0 in ids else ids}

@@ -1,4 +1,4 @@
-"""Requests to a server: connections are kept, trouble that may pass is tried again, keys are shown nowhere."""
+"""Requests to a server: keeps connections, retries temporary failures, and never shows keys."""
 
 import contextlib
 import email.utils
@@ -22,24 +22,24 @@ _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
 
 MAX_TRIES = 5
-"""How often a request is sent before it has failed."""
+"""Number of tries before a request has failed."""
 
 MAX_AT_ONCE = 32
-"""Requests to one server that run at the same time."""
+"""Number of concurrent requests to one server."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
-"""Seconds between tries: twice as many each time, or as many as the server asks for, if those are not too many."""
+"""Seconds between tries: doubled each time, or what the server asks for, if that is not too long."""
 
 _TIMEOUT, _CONNECT_TIMEOUT = 120.0, 10.0
 _PASSING = (429, 500, 502, 503, 504)
-"""Statuses of trouble that may pass. To ask for a completion again is safe: it changes nothing at the server."""
+"""Statuses of temporary failures. Retrying a completion is safe, because it changes nothing at the server."""
 
 _DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 _LONGEST_REASON = 300
 
 
 class RefusalError(MemberError):
-    """A server refused what it was asked, and would again.
+    """A server refused a request, and would refuse it again.
 
     Attributes:
         status: The HTTP status of its answer.
@@ -51,8 +51,8 @@ class RefusalError(MemberError):
 class HttpClient:
     """Sends requests to one server, from any thread, and many at a time.
 
-    Connections and threads are made when they are first needed, and not copied or pickled. No redirect is followed. A key
-    is read from the environment for every request, and kept nowhere.
+    Connections and threads are created on first use, and not copied or pickled. No redirect is followed. A key is read
+    from the environment for every request, and kept nowhere.
 
     Args:
         name: Of the member, for errors.
@@ -61,7 +61,7 @@ class HttpClient:
         timeout: Seconds to wait for an answer, or for the next part of one that comes in parts. Default: 120.
 
     Raises:
-        ConfigurationError: If `url` is none.
+        ConfigurationError: If `url` is not a URL.
     """
 
     def __init__(self, name: str, url: str, api_key_env: str | None = None, timeout: float | None = None):
@@ -88,7 +88,7 @@ class HttpClient:
         self._process = os.getpid()
 
     def close(self) -> None:
-        """Close all connections; what is asked later opens new ones."""
+        """Close all connections; later requests open new ones."""
         with self._lock:
             opened, self._open = self._open, None
         if opened is not None:
@@ -97,11 +97,11 @@ class HttpClient:
     # Asking
 
     def get(self, path: str, where: str) -> Any:
-        """Ask for what stands at a path.
+        """Request a path.
 
         Args:
             path: After the URL: "/models".
-            where: What is done, for errors: "when the ensemble was made", "in row 0 at step 1".
+            where: The occasion, for errors: "when the ensemble was created", "in row 0 at step 1".
 
         Returns:
             The answer, a JSON value.
@@ -118,32 +118,32 @@ class HttpClient:
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Any, where: str) -> Iterator[Iterator[Any]]:
-        """Send a JSON value to a path, and read the answer in parts; whoever leaves early ends the request.
+        """Send a JSON value to a path, and read the answer in parts; leaving early ends the request.
 
-        What is lost once parts have come is not asked again.
+        A connection lost after the first part is not retried.
         """
         response = self._with_tries("POST", path, body, where, is_stream=True)
         with contextlib.closing(response):
             yield self._parts(response, where)
 
     def submit(self, function: Callable[..., _Made], *arguments: Any) -> "Future[_Made]":
-        """Run a function of requests beside all else."""
+        """Run a function with requests in a thread."""
         while (future := self._opened()[1].submit(function, *arguments)) is None:
             pass  # another thread has closed them meanwhile
         return future
 
     def side_by_side(self, function: Callable[[_Item], _Made], items: Sequence[_Item]) -> list[_Made]:
-        """Run a function of requests for every item at the same time; one alone stays in this thread."""
+        """Run a function with requests for all items at the same time; a single item stays in this thread."""
         if len(items) < 2:
             return [function(item) for item in items]
         futures = [self.submit(function, item) for item in items]
         return collected(futures)
 
     def error(self, where: str, reason: str, status: int | None = None) -> MemberError:
-        """Make the error for a request that failed, or an answer that cannot be used.
+        """Return the error for a request that failed, or an answer that cannot be used.
 
         Args:
-            where: What was done: "in row 0 at step 1".
+            where: The occasion: "in row 0 at step 1".
             reason: What is wrong, and what to do.
             status: The HTTP status with which the server refused, if it did.
         """
@@ -160,7 +160,7 @@ class HttpClient:
         with self._lock:
             # The connections of a process that forked are not shared.
             if self._open is None or self._process != os.getpid():
-                # uvicorn closes what was idle for five seconds.
+                # uvicorn closes connections that were idle for five seconds.
                 limits = httpx.Limits(
                     max_connections=MAX_AT_ONCE, max_keepalive_connections=MAX_AT_ONCE, keepalive_expiry=4.0
                 )
@@ -181,7 +181,7 @@ class HttpClient:
             if isinstance(outcome, httpx.Response):
                 return outcome
             reason = outcome.reason
-            # Raised here, where no error of the HTTP library hangs on it: that knows the request's headers.
+            # Raised here, without the HTTP library's error as its cause, which knows the request's headers.
             if outcome.pause is None:
                 raise self.error(where, f"{reason}.", outcome.status)
             if number < MAX_TRIES:
@@ -221,7 +221,7 @@ class HttpClient:
         return response
 
     def _refusal(self, response: httpx.Response) -> str:
-        """What a server that refused has said."""
+        """The message of a server that refused."""
         status = response.status_code
         if response.has_redirect_location:
             return (
@@ -245,7 +245,7 @@ class HttpClient:
         return f"it answers {status}: {said or response.reason_phrase}"
 
     def _without_key(self, text: str) -> str:
-        """What a server said, which may repeat what it was sent."""
+        """A server's message, which may repeat the key, without it."""
         return text if self.api_key_env is None else text.replace(os.environ.get(self.api_key_env) or "\0", "[key]")
 
     # Reading
@@ -282,7 +282,7 @@ class _Failure:
 
     Attributes:
         reason: What errors say.
-        pause: After how many seconds another may go well; None for never.
+        pause: Seconds until the next try; None for no further try.
         status: The HTTP status of the answer, if there was one.
     """
 
@@ -292,7 +292,7 @@ class _Failure:
 
 
 class _KeyFromEnvironment(httpx.Auth):
-    """Sends a key that is read when it is sent."""
+    """Reads the key for every request."""
 
     def __init__(self, name: str, variable: str):
         self._name, self._variable = name, variable
@@ -325,7 +325,7 @@ def _problem_of_key(key: str) -> str | None:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """How many seconds a server asks to wait."""
+    """The number of seconds that a server asks to wait."""
     given = response.headers.get("retry-after", "0")
     try:
         return max(0.0, float(given))

@@ -26,21 +26,21 @@ class ServedMember(Member):
         client: Reaches the server.
         model: The name under which it serves the model.
         tokenizer: The model's tokenizer.
-        config: The model's configuration, where it can be read.
-        generation_config: Its generation config, where it can be read.
-        vocab_size: Number of its ids, where no configuration says it.
-        extra_eos_token_ids: Ids that end a text besides those of its generation config.
-        chat_template: A template in place of the tokenizer's own.
-        system_prompt: A system turn in place of every conversation's; empty for none.
+        config: The model's configuration, if it can be read.
+        generation_config: Its generation config, if it can be read.
+        vocab_size: Number of its ids, if no configuration says it.
+        extra_eos_token_ids: More ids that end a text, in addition to its generation config's.
+        chat_template: A template to use instead of the tokenizer's own.
+        system_prompt: A system turn to use instead of every conversation's; empty for none.
 
     Attributes:
         server: The model behind its server.
-        max_listed: How many best ids the server lists.
+        max_listed: Number of best ids that the server lists.
 
     Raises:
-        ConfigurationError: If the server has no such model, or the tokenizer is another model's.
+        ConfigurationError: If the server has no such model, or the tokenizer belongs to another model.
         MemberError: If the server does not answer.
-        VocabularyError: If the tokenizer cannot be understood.
+        VocabularyError: If the tokenizer is not supported.
     """
 
     offers = frozenset({Offer.ENTRIES, Offer.SPANS, Offer.ANSWERS, Offer.LIKELIHOODS, Offer.PRIMARY})
@@ -74,7 +74,7 @@ class ServedMember(Member):
                 "`MemberConfig(eos_token_id=..., vocab_size=...)`."
             )
         self.generation_config = generation_config
-        # Libraries read its width where it is the primary.
+        # Libraries read its width if it is the primary.
         self.config = PreTrainedConfig.from_dict({"vocab_size": vocab_size}) if config is None else config
         ends = end_ids_of(client.name, generation_config, config, tokenizer, extra_eos_token_ids)
         super().__init__(client.name, tokenizer, vocab_size, ends, chat_template, system_prompt)
@@ -84,20 +84,20 @@ class ServedMember(Member):
 
     @property
     def max_positions(self) -> int | None:
-        """How many ids a prompt can have, so that the server can go on with it; None where it does not say."""
+        """Largest number of ids of a prompt that the server can continue; None if it does not say."""
         return self._max_positions
 
     @property
     def place(self) -> str:
-        """The server: it runs beside this process and other servers."""
+        """The server, which runs beside this process and other servers."""
         return self.server.client.url
 
     def description(self) -> list[Any]:
-        """Server, model, tokenizer and EOS ids; what is behind a name cannot be looked at."""
+        """Server, model, tokenizer and EOS ids; the model behind a name cannot be inspected."""
         return [self.place, self.server.model, self.encoder.token_bytes.fingerprint, self.eos_token_ids]
 
     def sends_entries(self, needs_whole_rows: bool) -> bool:
-        """Always: it has no rows to send."""
+        """Always, because it has no rows to send."""
         return True
 
     def check_method(self, config: MethodConfig) -> None:
@@ -110,11 +110,11 @@ class ServedMember(Member):
             )
 
     def new_rows(self, num_rows: int, num_expected: int = 0, mode: str | None = None) -> ServedRows:
-        """Make rows, whose cache is the server's; see `Member.new_rows`."""
+        """Create rows, whose cache is at the server; see `Member.new_rows`."""
         return ServedRows(self.server, num_rows, min(self.max_listed, self.vocab_size))
 
     sampling_of = staticmethod(sampling_of)
-    """How a server is to choose ids, by the options of a call."""
+    """Returns the sampling options of a request for the options of a call."""
 
     def answers(
         self, contexts: Sequence[MemberContext], settings: GenerationConfig, seeds: Sequence[int] | None
@@ -132,7 +132,7 @@ class ServedMember(Member):
         return self.server.client.side_by_side(write, range(len(contexts)))
 
     def likelihoods(self, texts: Sequence[OwnText]) -> list[OwnLikelihood]:
-        """Say how likely texts are, each by one request; see `Member.likelihoods`."""
+        """Return how likely texts are, each by one request; see `Member.likelihoods`."""
 
         def read(text: OwnText) -> OwnLikelihood:
             if text.end_ids is None and not text.ids:
@@ -149,5 +149,5 @@ class ServedMember(Member):
         return self.server.client.side_by_side(read, list(texts))
 
     def close(self) -> None:
-        """Close the connections; they are opened again when something is asked."""
+        """Close the connections; later requests open new ones."""
         self.server.client.close()

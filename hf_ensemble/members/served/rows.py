@@ -1,4 +1,4 @@
-"""Rows of a call whose texts a server reads: nothing of them is kept here but how often it was asked."""
+"""Rows of a call whose texts a server reads; only the number of requests is kept here."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,20 @@ from .completions import MAX_ASKED, Completions
 from .threads import collected
 
 SPARE = 10
-"""Ids that are asked for beside the wanted ones: control ids are among the best now and then."""
+"""Number of extra ids to request, because control ids are sometimes among the best."""
 
 
 class ServedRows(CachedRows):
-    """The rows of a call at a server, whose prefix cache knows what it has read before.
+    """The rows of a call at a server, whose prefix cache holds what it has read before.
 
     Args:
         server: The model behind its server.
         num_rows: Number of rows.
-        most: How many best ids the server lists, or the model has.
+        most: Number of best ids that the server lists, or the model has.
 
     Attributes:
-        num_asked: How often the best entries of a row were asked for.
-        num_asked_again: How often given ids of a row were asked for after that.
+        num_asked: Number of requests for the best entries of a row.
+        num_asked_again: Number of further requests for given ids of a row.
     """
 
     mode = "served"
@@ -48,11 +48,11 @@ class ServedRows(CachedRows):
 
     @property
     def share_in_one_request(self) -> float | None:
-        """In which share of rows and steps the first answer held all ids that were needed; None before the first."""
+        """The share of rows and steps for which the first answer had all needed ids; None before the first."""
         return 1 - self.num_asked_again / self.num_asked if self.num_asked else None
 
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
-        """Never asked: a server sends no whole rows."""
+        """Never called, because a server sends no whole rows."""
         raise NotImplementedError
 
     def start_entries(
@@ -72,7 +72,7 @@ class ServedRows(CachedRows):
         ]
 
     def entries(self) -> Entries:
-        """What the server has listed, without ids that take no part."""
+        """Return what the server has listed, without ids that take no part."""
         assert self._wanted is not None
         count, entry_ids = self._wanted
         mask, groups = entry_ids.mask, self._groups
@@ -80,7 +80,7 @@ class ServedRows(CachedRows):
         rows, contenders = [], []
         for text, found, where in zip(self._texts, collected(self._best), self._where, strict=True):
             while True:
-                # Where nobody knows the size of the vocabulary, ids beyond the tokenizer's are rows without a token.
+                # If the size of the vocabulary is unknown, ids beyond the tokenizer's are rows without a token.
                 row = {i: value for i, value in found.items() if i < len(mask) and mask[i] == 0}
                 num_entries = len({groups.get(i, (i,))[0] for i in row})
                 if num_entries >= min(count, num_there):
@@ -97,7 +97,7 @@ class ServedRows(CachedRows):
         return replace(_entries(rows), contenders=contenders)
 
     def start_logits_of(self, ids: Sequence[Sequence[int]]) -> None:
-        """Send requests for the ids of each row, as many as their number takes, all at once."""
+        """Send requests for the ids of each row, as many as needed, all at once."""
         self._asked = []
         for row, (text, asked, where) in enumerate(zip(self._texts, ids, self._where, strict=True)):
             self.num_asked_again += bool(asked)
@@ -107,7 +107,7 @@ class ServedRows(CachedRows):
                 self._asked.append((row, future))
 
     def logits_of(self) -> Entries:
-        """The ids that were asked for, and the one that the server has chosen beside them."""
+        """Return the requested ids, and the one that the server has chosen beside them."""
         rows: list[dict[int, float]] = [{} for _ in self._texts]
         found = collected([future for _, future in self._asked])
         for (row, _), log_probs in zip(self._asked, found, strict=True):
@@ -119,11 +119,11 @@ class ServedRows(CachedRows):
         self.cached = [list(self.cached[row]) for row in rows]
 
     def fork(self, rows: Sequence[int]) -> "ServedRows":
-        """Rows of their own that continue from these."""
+        """Return independent rows that continue from these."""
         return ServedRows(self._server, len(rows), self._most)
 
     def adopt(self, fork: Any, rows: Sequence[int | None]) -> None:
-        """Nothing: the server knows what it has read."""
+        """Do nothing, because the server knows what it has read."""
 
 
 def _groups_of(entry_ids: EntryIds) -> dict[int, list[int]]:
@@ -133,11 +133,11 @@ def _groups_of(entry_ids: EntryIds) -> dict[int, list[int]]:
 
 
 def _contenders(row: Mapping[int, float], least: float, groups: Mapping[int, Sequence[int]], count: int) -> list[int]:
-    """Ids of listed entries that are not among the best, but may be once the ids that are not listed are known.
+    """Ids of listed entries that are not among the best, but may be once the unlisted ids are known.
 
     Args:
         row: The log-probabilities of listed ids.
-        least: The lowest listed, above which no other is.
+        least: The lowest listed value; no unlisted one is higher.
         groups: All ids of each entry that has several, by each of them.
         count: Number of best entries.
     """

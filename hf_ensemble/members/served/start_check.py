@@ -1,4 +1,4 @@
-"""What a server is asked before an ensemble relies on it: its model, its limits, and whether a tokenizer fits."""
+"""Checks a server before an ensemble relies on it: its model, its limits, and whether a tokenizer fits."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .http_client import RefusalError
 
 _WHEN = "when the ensemble was created"
 _MOST_LISTED = 1024
-"""Best ids above which no limit is looked for."""
+"""Number of best ids up to which the limit is searched."""
 
 _NUM_COMPARED = 32
 _UNKNOWN = "\ufffd"
@@ -22,11 +22,11 @@ _UNKNOWN = "\ufffd"
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What a server allows.
+    """The limits of a server.
 
     Attributes:
-        max_positions: How many ids a prompt can have, so that one more can be written; None where it does not say.
-        max_listed: How many best ids it lists; `_MOST_LISTED` stands for at least as many.
+        max_positions: Largest number of ids of a prompt that leaves room for one more; None if it does not say.
+        max_listed: Number of best ids it lists; `_MOST_LISTED` means at least that many.
     """
 
     max_positions: int | None
@@ -42,13 +42,13 @@ def check_server(server: Completions, tokenizer: PreTrainedTokenizerBase, token_
         token_bytes: What its ids write.
 
     Raises:
-        ConfigurationError: If the server has no such model, the tokenizer does not fit, or the server gives other numbers
-            than log-probabilities.
-        MemberError: If it does not answer, or not as it was asked.
+        ConfigurationError: If the server has no such model, the tokenizer does not fit, or the server returns numbers
+            that are not log-probabilities.
+        MemberError: If it does not answer, or gives a wrong answer.
     """
     described = _described(server)
     text_ids = (token_bytes.kinds == TEXT).nonzero()[0].tolist()
-    # From everywhere in the vocabulary, the last among them: a model of fewer ids does not know it.
+    # From all over the vocabulary, including the last id, which a smaller model lacks.
     sample = [text_ids[n * (len(text_ids) - 1) // (_NUM_COMPARED - 1)] for n in range(_NUM_COMPARED)]
     length = described.get("max_model_len")
     _compare_ids(server, tokenizer, sample[-length + 1 :] if isinstance(length, int) else sample)
@@ -56,7 +56,7 @@ def check_server(server: Completions, tokenizer: PreTrainedTokenizerBase, token_
 
 
 def _described(server: Completions) -> dict[str, Any]:
-    """What the server says of its model."""
+    """The server's description of its model."""
     try:
         answer = server.client.get("/models", _WHEN)
     except RefusalError as error:
@@ -77,7 +77,7 @@ def _described(server: Completions) -> dict[str, Any]:
 
 
 def _compare_ids(server: Completions, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
-    """Look whether ids write the same for the server as for the tokenizer, and have log-probabilities."""
+    """Check that ids write the same for the server as for the tokenizer, and have log-probabilities."""
     name, url = server.client.name, server.client.url
     remedy = "Set `MemberConfig.tokenizer` to the tokenizer of the served model"
     try:
@@ -93,7 +93,7 @@ def _compare_ids(server: Completions, tokenizer: PreTrainedTokenizerBase, ids: S
                 "Start it with `--logprobs-mode raw_logprobs`."
             )
         own, text = str(tokenizer.decode([i], clean_up_tokenization_spaces=False)), entry.text
-        # Some decoders take the space before a text's first word away, others put one there.
+        # Some decoders remove the space before a text's first word, others add one.
         if text is not None and _UNKNOWN not in text + own and text.strip() != own.strip():
             raise ConfigurationError(
                 f"the tokenizer of member {name!r} does not fit: its id {i} writes {own!r:.40}, but {text!r:.40} at "
@@ -102,12 +102,12 @@ def _compare_ids(server: Completions, tokenizer: PreTrainedTokenizerBase, ids: S
 
 
 def _num_listed(server: Completions, ids: Sequence[int]) -> int:
-    """How many best ids the server lists at most, which it says only by refusing more."""
+    """The largest number of best ids that the server lists, which it reveals only by refusing more."""
     most = _MOST_LISTED if server.vocab_size is None else min(_MOST_LISTED, server.vocab_size)
     low, high = 1, most
     server.best(ids, low, _WHEN)
     while low < high:
-        # The default of vLLM and what users choose are near the lower end.
+        # vLLM's default and typical choices are near the lower end.
         count = min(high, math.isqrt(low * high) + 1)
         if server.lists(ids, count, _WHEN):
             low = count

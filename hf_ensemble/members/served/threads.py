@@ -1,4 +1,4 @@
-"""Threads in which requests wait, of which none keeps the process alive."""
+"""Threads for waiting requests, which do not keep the process alive."""
 
 import queue
 import threading
@@ -10,13 +10,13 @@ _Made = TypeVar("_Made")
 
 
 class Threads:
-    """Runs functions beside all else, some at the same time.
+    """Runs functions in threads, several at the same time.
 
-    Unlike those of `concurrent.futures`, its threads end with the process: whoever interrupts a program need not wait for
+    Unlike those of `concurrent.futures`, its threads end with the process, so an interrupted program does not wait for
     a server that does not answer.
 
     Args:
-        most: How many threads there are at most; they are made when they are needed.
+        most: Largest number of threads; they are created when needed.
     """
 
     def __init__(self, most: int):
@@ -50,7 +50,7 @@ class Threads:
         return future
 
     def close(self) -> None:
-        """Let the threads end once all that was submitted is done."""
+        """Let the threads end once all submitted work is done."""
         with self._lock:
             self._is_closed = True
             self._work.put(None)
@@ -59,13 +59,13 @@ class Threads:
 def _work_off(work: "queue.SimpleQueue[Callable[[], None] | None]", idle: threading.Semaphore) -> None:
     while (run := work.get()) is not None:
         run()
-        del run  # which holds what was asked and answered
+        del run  # which refers to the request and its answer
         idle.release()
     work.put(None)  # for the next thread
 
 
 def collected(futures: "Sequence[Future[_Made]]") -> list[_Made]:
-    """Wait for everything, and give it in order; the first error ends what has not begun."""
+    """Wait for all results, and return them in order; the first error cancels what has not begun."""
     try:
         return [future.result() for future in futures]
     except BaseException:
