@@ -80,7 +80,13 @@ def equal_models_try_their_caches_once():
         if not (is_tiny and is_plain) or model.training or not all(map(is_stock, model.modules())):
             return find(member, ids, new_rows, modes, start)
         sums = [weight.double().sum().item() for weight in weights]
-        kind = (type(model), model.config.to_json_string(), model.config._attn_implementation, model.dtype)
+        kind = (
+            type(model),
+            model.config.to_json_string(),
+            model.config._attn_implementation,
+            model.dtype,
+            model.device,
+        )
         key = (*kind, torch.is_autocast_enabled("cpu"), *map(tuple, (ids, modes, start, sums)))
         if key not in found:
             mode, is_final = find(member, ids, new_rows, modes, start)
