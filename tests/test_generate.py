@@ -871,6 +871,7 @@ def failing_criterion(error):
     return criterion
 
 
+@pytest.mark.crossed
 @methods_by_turns(
     error=[RuntimeError, KeyboardInterrupt], place=["streamer", "criterion", "processor", "primary", "assistant"]
 )

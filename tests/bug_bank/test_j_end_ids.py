@@ -73,6 +73,7 @@ def as_if_not_there(method, way, source):
     assert any(plain.tokenizer.eos_token_id in row[-8:] for row in expected)
 
 
+@pytest.mark.crossed
 @methods_by_turns(TOKEN_METHODS, way=tuple(WAYS), source=("members", "call"))
 def test_an_end_id_without_a_row_is_as_if_it_were_not_there(method, way, source):
     as_if_not_there(method, way, source)

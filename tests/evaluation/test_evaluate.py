@@ -393,6 +393,7 @@ def test_a_notebook_shows_every_result(whole):
     assert texts.count(hostile) == sum(own.system == "gac" for own in whole.results)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("kind", "count"), [("questions", 0), *KINDS_AND_COUNTS[:2], *KINDS_AND_COUNTS[-3:]])
 def test_plots_are_drawn_of_any_number_of_examples(kind, count, tmp_path):
     pytest.importorskip("matplotlib")
