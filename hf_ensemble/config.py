@@ -241,7 +241,7 @@ def _checked_tokenizer_options(options: Any) -> dict[str, Any] | None:
     for key in options or ():
         if key in ("trust_remote_code", "code_revision") or key.endswith("_file"):
             raise ConfigurationError(
-                f"a member's `tokenizer_kwargs` cannot hold {key!r}: by it a saved ensemble could run code or read any file. "
+                f"a member's `tokenizer_kwargs` cannot hold {key!r}: with it, a saved ensemble could run code or read any file. "
                 "Load the tokenizer yourself and pass it: `tokenizers=[...]`."
             )
     return options or None
@@ -347,7 +347,7 @@ class EnsembleConfig(PreTrainedConfig):
         if not isinstance(members, (list, tuple)):
             raise ConfigurationError(f"`members` has to be a list of `MemberConfig`s, but is {members!r:.200}.")
         if len(members) > MOST_MEMBERS:
-            raise ConfigurationError(f"`members` lists {len(members)} members, where {MOST_MEMBERS} are the most.")
+            raise ConfigurationError(f"`members` lists {len(members)} members; the limit is {MOST_MEMBERS}.")
         self.members = [_member_config(place, item) for place, item in enumerate(members)]
         self.method = method_config(self.method)
         if self.weights is not None:

@@ -56,7 +56,7 @@ def check_weights(item: MemberConfig, config: PreTrainedConfig, hub: Mapping[str
     remedy = "One of them is damaged: get both again from a source that you trust"
     if layers > num_tensors:
         raise ConfigurationError(
-            f"{name}: its config.json describes {layers} layers, but its weights are {num_tensors} tensors. {remedy}."
+            f"{name}: its config.json describes {layers} layers, but its files hold {num_tensors} tensors. {remedy}."
         )
     if item.quantization_config is not None or getattr(config, "quantization_config", None) is not None:
         return
@@ -69,7 +69,7 @@ def check_weights(item: MemberConfig, config: PreTrainedConfig, hub: Mapping[str
         raise ConfigurationError(f"{name}: no model can be made from its config.json: {error}") from error
     if num_weights > _BITS * size + _SLACK:
         raise ConfigurationError(
-            f"{name}: its config.json describes {num_weights} weights, but its files of weights have {size} bytes. {remedy}."
+            f"{name}: its config.json describes {num_weights} weights, but its files have {size} bytes. {remedy}."
         )
 
 
@@ -98,7 +98,7 @@ def _num_tensors(name: str, file: str) -> int:
             return len(weights.keys())
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(
-            f"{name}: {file!r} is damaged, or no safetensors file ({error}). Get it again, or save the model again."
+            f"{name}: {file!r} is damaged or not a safetensors file ({error}). Download it again, or save the model again."
         ) from error
 
 

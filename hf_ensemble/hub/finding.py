@@ -192,7 +192,7 @@ def _check_kind(name: str, config: PreTrainedConfig, is_primary: bool) -> None:
     names = config.architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(
-            f"member {name!r} cannot be loaded: its config.json says `architectures` is {names!r:.200}, no list of names."
+            f"member {name!r} cannot be loaded: its config.json says `architectures` is {names!r:.200}, but it has to be a list of names."
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (names and not any(n.endswith(_HEADS) for n in names)):
         raise ConfigurationError(

@@ -84,7 +84,7 @@ def finish_writing(folder: Path) -> bool:
         if path.is_symlink():
             raise ConfigurationError(
                 f"saving to {str(folder)!r} was stopped before all files were in place, and they cannot be put there: "
-                f"{str(path)!r} is a link, so files elsewhere would be moved. Remove the link, or get the folder again."
+                f"{str(path)!r} is a link, so files outside the folder would be moved. Remove the link, or get the folder again."
             )
     try:
         for name in _names(whole / _STALE):

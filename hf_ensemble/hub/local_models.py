@@ -129,12 +129,12 @@ def _load_model(
 
 
 def _check_complete(item: MemberConfig, model: PreTrainedModel, found: dict[str, Any]) -> None:
-    """Refuse a model some of whose weights were in no file: the stock loader makes them up."""
+    """Refuse a model if its files lack weights, which the stock loader draws at random."""
     if item.gguf_file is not None or getattr(model, "hf_quantizer", None) is not None:
         return
     missing = sorted(set(found["missing_keys"]).intersection(name for name, _ in model.named_parameters()))
     if missing:
         raise ConfigurationError(
-            f"member {name_of(item)!r} cannot be loaded: {len(missing)} of its weights are in no file ({missing[0]!r}, …), and "
-            "would be random numbers. Get the files again, or save the model again."
+            f"member {name_of(item)!r} cannot be loaded: its files lack {len(missing)} of its weights ({missing[0]!r}, …), which "
+            "would be random. Download the files again, or save the model again."
         )

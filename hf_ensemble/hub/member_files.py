@@ -60,7 +60,7 @@ def check_folder(name: str, folder: Path, within: Path | None = None) -> None:
         if base is None:
             continue
         for file in folder.glob(pattern):
-            check_link(f"{name} cannot be loaded: it is to be read from", file, base)
+            check_link(f"{name} cannot be loaded: it holds", file, base)
     for file_name in _JSON_FILES:
         if (folder / file_name).is_file():
             check_json(name, folder / file_name)
@@ -85,24 +85,24 @@ def check_json(name: str, file: Path) -> Mapping[str, Any]:
         size = file.stat().st_size
         values = json.loads(file.read_text("utf-8"), object_pairs_hook=_object) if size <= _MOST_BYTES else None
     except RecursionError:
-        raise _refused(what, f"is nested too deep: {_MOST_DEPTH} levels are the most") from None
+        raise _refused(what, f"is nested more than {_MOST_DEPTH} levels deep") from None
     except (OSError, ValueError) as error:
         raise _refused(what, f"cannot be read as JSON: {error}") from error
     if size > _MOST_BYTES:
-        raise _refused(what, f"takes {size} bytes, where {_MOST_BYTES} are the most")
+        raise _refused(what, f"has {size} bytes; the limit is {_MOST_BYTES}")
     if not isinstance(values, dict):
-        raise _refused(what, f"has to hold an object, but holds {values!r:.60}")
+        raise _refused(what, f"has to hold a JSON object, but holds {values!r:.60}")
     depth = 0
     level: list[Any] = [values]
     while level:
         depth += 1
         if depth > _MOST_DEPTH:
-            raise _refused(what, f"is nested too deep: {_MOST_DEPTH} levels are the most")
+            raise _refused(what, f"is nested more than {_MOST_DEPTH} levels deep")
         for part in level:
             _check_counts(what, part)
         level = [child for part in level for child in _children(part)]
     if not isinstance(kind := values.get("model_type", ""), str):
-        raise _refused(what, f"says 'model_type' is {kind!r:.60}, which is no text")
+        raise _refused(what, f"sets 'model_type' to {kind!r:.60}, but it has to be a text")
     if file.name.endswith(".index.json"):
         _check_index(what, values)
     return values
@@ -112,7 +112,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found and repr(found[key]) != repr(value):
-            raise ValueError(f"it holds {key!r} twice, as {found[key]!r:.60} and as {value!r:.60}")
+            raise ValueError(f"the key {key!r} is there twice, with the values {found[key]!r:.60} and {value!r:.60}")
         found[key] = value
     return found
 
@@ -125,20 +125,22 @@ def _children(part: Any) -> Iterator[Any]:
 def _check_counts(what: str, part: Any) -> None:
     for key, value in part.items() if isinstance(part, dict) else ():
         if key == "members" and isinstance(value, list) and len(value) > MOST_MEMBERS:
-            raise _refused(what, f"lists {len(value)} members, where {MOST_MEMBERS} are the most")
+            raise _refused(what, f"lists {len(value)} members; the limit is {MOST_MEMBERS}")
         for pattern, most in _MOST if isinstance(value, (int, float)) else ():
             if pattern.search(key) and value > most:
-                raise _refused(what, f"says {key!r} is {value}, where {most} is the most")
+                raise _refused(what, f"sets {key!r} to {value}; the limit is {most}")
 
 
 def _check_index(what: str, values: Mapping[str, Any]) -> None:
     files = values.get("weight_map")
     if not isinstance(files, dict):
-        raise _refused(what, f"has to hold an object 'weight_map', but it is {files!r:.60}")
+        raise _refused(what, f"has to map weights to files in 'weight_map', but this is {files!r:.60}")
     for file in files.values():
         is_name = isinstance(file, str) and file == posixpath.basename(file) and "\\" not in file
         if not (is_name and file.endswith(".safetensors")):
-            raise _refused(what, f"says that weights lie in {file!r:.200}, which is no safetensors file beside it")
+            raise _refused(
+                what, f"names {file!r:.200} as a file of weights, but only safetensors files beside it are read"
+            )
 
 
 def check_generation_config(name: str, path: str, options: Mapping[str, Any]) -> None:
@@ -157,7 +159,9 @@ def check_generation_config(name: str, path: str, options: Mapping[str, Any]) ->
     except OSError:
         return  # there is none
     except Exception as error:
-        raise ConfigurationError(f"{name} cannot be loaded: its generation_config.json is wrong: {error}") from error
+        raise ConfigurationError(
+            f"{name} cannot be loaded: its generation_config.json cannot be used: {error}"
+        ) from error
 
 
 def check_inside(what: str, path: Any) -> None:
@@ -192,8 +196,8 @@ def check_link(what: str, path: Path, within: Path) -> None:
     repository = next((folder for folder in root.parents if folder.name.startswith("models--")), root)
     if "\0" in str(path) or not Path(os.path.realpath(path)).is_relative_to(repository):
         raise ConfigurationError(
-            f"{what} {str(path)!r}, which is a link that leads out of {str(within)!r}. If you trust what it leads to, "
-            "put a copy in its place."
+            f"{what} {str(path)!r}, a link that leads out of {str(within)!r}. If you trust its target, replace the "
+            "link with a copy."
         )
 
 

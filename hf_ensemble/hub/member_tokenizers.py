@@ -32,10 +32,10 @@ _OF_LOADING = {
     "subfolder",
     *HUB_OPTIONS,
 }
-"""Options that say how a tokenizer is made, and are no part of it."""
+"""Options of loading, which leave no trace in the tokenizer."""
 
 _MOST_PADDING = 1 << 24
-"""Most ids to which a tokenizer may fill up every text by itself."""
+"""Limit on the ids to which a tokenizer pads every text by itself."""
 
 
 def load_tokenizer(
@@ -98,7 +98,7 @@ def _read_tokenizer(item: MemberConfig, source: Any, options: dict[str, Any]) ->
 
 
 def _check_options(item: MemberConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse options that nothing of the tokenizer has listened to."""
+    """Refuse options that the tokenizer does not have: `transformers` ignores them."""
     known = set(_OF_LOADING)
     for kind in type(tokenizer).__mro__:
         if isinstance(init := vars(kind).get("__init__"), FunctionType):
@@ -109,19 +109,19 @@ def _check_options(item: MemberConfig, tokenizer: PreTrainedTokenizerBase) -> No
         near = difflib.get_close_matches(key, [*known, *vars(tokenizer), *dir(type(tokenizer))], 1)
         meant = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigurationError(
-            f"member {name_of(item)!r} has `tokenizer_kwargs` with {key!r}, which {type(tokenizer).__name__} has no option "
-            f"for.{meant}"
+            f"member {name_of(item)!r} has {key!r} in its `tokenizer_kwargs`, but {type(tokenizer).__name__} has no such "
+            f"option.{meant}"
         )
 
 
 def _check_padding(item: MemberConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer whose file says to fill up every text to a length that there is no memory for."""
+    """Refuse a tokenizer that pads every text to a length that takes all memory."""
     padding = getattr(getattr(tokenizer, "backend_tokenizer", None), "padding", None) or {}
     for key in ("length", "pad_to_multiple_of"):
         if (padding.get(key) or 0) > _MOST_PADDING:
             raise VocabularyError(
-                f"the tokenizer.json of member {name_of(item)!r} pads every text to {padding[key]} ids (`padding`: {key!r}), "
-                f"where {_MOST_PADDING} are the most. Set its `padding` to null."
+                f"the tokenizer.json of member {name_of(item)!r} pads every text to {padding[key]} ids (`padding`: {key!r}); the "
+                f"limit is {_MOST_PADDING}. Set its `padding` to null."
             )
 
 

@@ -246,7 +246,7 @@ def _check_within(item: MemberConfig, source: str, root: Path) -> None:
         check_inside(f"the ensemble {source!r} names the {key} of a member as", path)
     for key, path in paths_of(item).items():
         if Path(os.path.normpath(path)).parts[:1] == (BUNDLE,):
-            check_link(f"the ensemble {source!r} has as {key} of a member", root / path, root)
+            check_link(f"the ensemble {source!r} names, as the {key} of a member,", root / path, root)
             check_folder(f"the ensemble {source!r}", root / path, within=root)
 
 

@@ -30,13 +30,13 @@ _PROBE_TEXT = (
 _PROBE_STEP = 61
 
 _CHECKSUM = "checksum"
-"""Name of the array that is stored with the others, and says whether they are as they were written."""
+"""Name of the array with the checksum of the others."""
 
 _MOST_BYTES = 1 << 31
-"""More than any map takes."""
+"""More bytes than any map takes."""
 
 _ABANDONED = 3600.0
-"""Seconds after which an unfinished file belongs to a process that was stopped."""
+"""Age in seconds at which an unfinished file is taken to be left over."""
 
 
 def cache_folder() -> Path:
@@ -57,11 +57,11 @@ def load_arrays(key: str) -> dict[str, np.ndarray] | None:
         return None
     try:
         if (size := path.stat().st_size) > _MOST_BYTES:
-            raise ValueError(f"{size} bytes are too many")
+            raise ValueError(f"it has {size} bytes; the limit is {_MOST_BYTES}")
         arrays = load_file(path)
         found = arrays.pop(_CHECKSUM, None)
         if found is None or found.tolist() != _checksum(arrays).tolist():
-            raise ValueError("what was read is not what was written")
+            raise ValueError("its checksum is wrong")
     except (SafetensorError, OSError, ValueError) as error:
         messages.warn(f"the stored map {path} is damaged ({error}) and will be rebuilt.")
         return None
@@ -98,7 +98,7 @@ def _checksum(arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _remove_abandoned(folder: Path, key: str) -> None:
-    """Remove what processes that were stopped while they stored a key have left."""
+    """Remove unfinished files that stopped processes left behind."""
     for path in folder.glob(f".{key}-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _ABANDONED:

@@ -28,7 +28,7 @@ _PROBE_TEXTS = (
 )
 _NUM_PROBE_IDS = 256
 _MOST_HOLES = 1 << 20
-"""Ids without a token, each of which costs a little."""
+"""Limit on ids without a token, each of which costs time and memory."""
 
 
 class TokenBytes:
@@ -88,8 +88,8 @@ class TokenBytes:
             end = max(ids) + 1
             if end - size > _MOST_HOLES:
                 raise VocabularyError(
-                    f"the tokenizer of {self.name!r} has {size} tokens, but one with the id {end - 1}: {_MOST_HOLES} ids "
-                    "without a token are the most. Its tokenizer.json is damaged: get it again from where you trust it."
+                    f"the tokenizer of {self.name!r} has {size} tokens, but ids up to {end - 1}. The limit is "
+                    f"{_MOST_HOLES} ids without a token. Its tokenizer.json is damaged: get it again from a source that you trust."
                 )
             tokens += map(self.backend.id_to_token, range(size, end))
         num_ids = len(tokens) if num_ids is None else num_ids

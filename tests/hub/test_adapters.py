@@ -200,7 +200,7 @@ BROKEN = {
     ),
     "a configuration that is no object": (
         lambda b, a: [(a / "adapter_config.json").write_text("[]"), a][1:],
-        "adapter_config.json' has to hold an object",
+        "adapter_config.json' has to hold a JSON object",
     ),
 }
 

@@ -297,7 +297,7 @@ def test_what_is_not_as_it_was_written_is_built_again(damage, cache_folder):
             store.save_file(
                 {k: a for k, a in arrays.items() if k != "checksum"} if "without" in damage else ARRAYS, path
             )
-    with pytest.warns(UserWarning, match="damaged .what was read is not what was written. and will be rebuilt"):
+    with pytest.warns(UserWarning, match="damaged .its checksum is wrong. and will be rebuilt"):
         assert_same(union_arrays(UnionVocabulary([encoder(make())])), expected)
     UnionVocabulary([encoder(make())])
 
@@ -306,7 +306,7 @@ def test_a_map_of_absurd_size_is_not_read(cache_folder, monkeypatch):
     save_arrays("key", ARRAYS)
     monkeypatch.setattr(store, "_MOST_BYTES", 10)
     monkeypatch.setattr(store, "load_file", None)
-    with pytest.warns(UserWarning, match="damaged .* bytes are too many. and will be rebuilt"):
+    with pytest.warns(UserWarning, match="damaged .it has .* bytes; the limit is 10. and will be rebuilt"):
         assert load_arrays("key") is None
 
 
