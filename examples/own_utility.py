@@ -1,10 +1,10 @@
-"""Minimum Bayes risk with a utility of one's own: how alike two texts are to a language model, beside chrF.
+"""Minimum Bayes risk with your own utility: how similar a language model finds two texts, compared with chrF.
 
     python examples/own_utility.py
     python examples/own_utility.py --reader bert-like-model --samples 8
 
-A text's vector is the mean of the reader's last hidden states over its tokens; the utility is the cosine of two of them.
-BERTScore and COMET are plugged in the same way: a function of two lists of texts.
+A text's vector is the mean of the reader's last hidden states over its tokens; the utility is the cosine of two such
+vectors. Plug in BERTScore or COMET in the same way: as a function of two lists of texts.
 """
 
 import argparse
@@ -21,10 +21,10 @@ PROMPTS = ["The capital of France is", "To make a good cup of tea, first"]
 
 
 class Alike:
-    """Cosines of texts' vectors.
+    """Cosine similarity between the vectors of texts.
 
     Args:
-        path: Hub id or path of the model that reads them.
+        path: Hub id or path of the model that reads the texts.
     """
 
     def __init__(self, path: str):
@@ -32,15 +32,15 @@ class Alike:
         self._model = AutoModel.from_pretrained(path, dtype="float32").eval()
 
     def __call__(self, candidates: Sequence[str], references: Sequence[str]) -> Tensor:
-        """One cosine a pair, of shape `(num_pairs,)`."""
-        # Every candidate is in many pairs, but is read once.
+        """Return one cosine per pair, of shape `(num_pairs,)`."""
+        # A candidate appears in many pairs, but is read only once.
         vectors = {text: self.vector(text) for text in {*candidates, *references}}
         pairs = zip(candidates, references, strict=True)
         return torch.stack([torch.cosine_similarity(vectors[a], vectors[b], dim=0) for a, b in pairs])
 
     @torch.no_grad()
     def vector(self, text: str) -> Tensor:
-        # An empty text would be no input.
+        # An empty text would give the model no input.
         ids = self._tokenizer(text or " ", return_tensors="pt")["input_ids"]
         return self._model(ids).last_hidden_state[0].mean(0)
 
@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", help="members, the primary first; default: the two demo models")
     parser.add_argument("--reader", help="model whose hidden states compare texts; default: the last member")
-    parser.add_argument("--samples", type=int, default=4, help="of each member")
+    parser.add_argument("--samples", type=int, default=4, help="samples from each member")
     parser.add_argument("--new-tokens", type=int, default=16)
     args = parser.parse_args()
     paths = models_or_demo(args.models)

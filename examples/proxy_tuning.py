@@ -1,9 +1,10 @@
-"""Proxy tuning across tokenizers: move a base model by what tuning did to another, smaller one.
+"""Proxy tuning across tokenizers: shift a base model by what tuning changed in a smaller one.
 
 python examples/proxy_tuning.py --base LARGE --tuned SMALL_INSTRUCT --untuned SMALL
 
-The demo models hold no untuned twin of SmolLM2-135M-Instruct. Without `--untuned` the tuned model stands in for it, so
-that nothing moves and the text is that of the base (Gemma-3-270M): a check of the wiring.
+The demo models include no untuned version of SmolLM2-135M-Instruct. Without `--untuned` the tuned model takes its
+place: nothing is shifted and the text equals the base's (Gemma-3-270M), which only checks that the parts work
+together.
 """
 
 import argparse
@@ -16,7 +17,7 @@ PROMPTS = ["Question: What is the capital of France?\nAnswer:", "The three large
 
 
 def main() -> None:
-    """Print what the base writes alone, and what it writes once moved."""
+    """Print what the base writes alone, and what it writes when shifted."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--base", help="id or path of the model to move, which is the primary")
     parser.add_argument("--tuned", help="id or path of the tuned model")

@@ -1,4 +1,4 @@
-"""Two models with different tokenizers, each alone and both as an ensemble, after the same three prompts.
+"""Continue three prompts with two models that have different tokenizers: each alone, then both as an ensemble.
 
 python examples/quickstart.py                # SmolLM2-135M-Instruct and Gemma-3-270M, from demo_models.py
 python examples/quickstart.py --models A B   # ids or paths of other models
@@ -15,21 +15,21 @@ from hf_ensemble import EnsembleForCausalLM
 PROMPTS = ["The capital of France is", "Die Hauptstadt von Deutschland ist", "def add(a, b):\n    return"]
 
 WHAT_IT_SHOWS = """\
-Three prompts prove nothing, and this pair shows how it works, not that it pays: measured on text, Gemma needs 10 to 27 %
-fewer bits than SmolLM2, and no mixture with equal weights was above Gemma by more than chance. Fine-tuned on the same
-questions, the two are right more often together than the better one alone (docs/does_it_pay.md). Whether yours are:
+Three prompts prove nothing, and this pair shows how an ensemble works, not that it pays: measured on text, Gemma needs
+10 to 27 % fewer bits than SmolLM2, and no mixture with equal weights was above Gemma by more than chance. Fine-tuned on
+the same questions, the two are right more often together than the better one alone (docs/does_it_pay.md). Test your own:
   hf-ensemble advise --members A B --data dev.jsonl
-On a CPU that others use too, export OMP_WAIT_POLICY=passive first, as this script has done."""
+On a CPU shared with other programs, export OMP_WAIT_POLICY=passive first, as this script did."""
 
 
 def main() -> None:
-    """Print how each member and two kinds of ensemble go on."""
+    """Print how each member and two ensembles continue the prompts."""
     parser = argparse.ArgumentParser(description="Decode with two models, alone and together.")
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="ids or paths, the primary first")
     models = models_or_demo(parser.parse_args().models)
 
     print("Loading both models and writing; on a slow CPU this takes half a minute.", flush=True)
-    # bfloat16 halves what a step reads from memory, and that is what a step on a CPU waits for.
+    # A step on a CPU mostly waits for memory, and bfloat16 halves what it reads.
     ensemble = EnsembleForCausalLM.from_pretrained(models, method="unite", dtype="bfloat16")
 
     texts = {}
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def continue_prompts(model, tokenizer, **options) -> list[str]:
-    """Return what a member, or an ensemble, writes after the prompts."""
+    """Return what a member or an ensemble writes after the prompts."""
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side="left")
     output_ids = model.generate(**inputs, max_new_tokens=12, do_sample=False, **options)
     return tokenizer.batch_decode(output_ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)

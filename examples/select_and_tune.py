@@ -1,10 +1,10 @@
-"""Choose members on a small development set, weigh them by their scores, and tune the method that mixes them.
+"""Choose members on a small development set, weight them by their scores, and tune the method that combines them.
 
 python examples/select_and_tune.py dev.jsonl                   # the two models of demo_models.py
 python examples/select_and_tune.py dev.jsonl --models A B C    # ids or paths of other candidates
 
-Each line of the file is a JSON object with a `prompt` and `answers`, a list of texts of which one has to be in the
-response. Responses end at a newline. A search that was stopped goes on from `--state-file`.
+Each line of the file is a JSON object with a `prompt` and `answers`: a list of texts, one of which must be in the
+response. Responses end at a newline. An interrupted search resumes from `--state-file`.
 """
 
 import argparse
@@ -19,14 +19,16 @@ from hf_ensemble import EnsembleForCausalLM, select_members, tune_method, weight
 
 
 def main() -> None:
-    """Print how the candidates go together, who is taken, and how the options of a method do."""
+    """Print how well the candidates match, which are selected, and how each setting of the method scores."""
     parser = argparse.ArgumentParser(description="Select members and tune a method on a development set.")
     parser.add_argument("file", type=Path, help="JSON lines with `prompt` and `answers`")
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="ids or paths of the candidates")
-    parser.add_argument("--limit", type=int, default=100, help="most examples")
+    parser.add_argument("--limit", type=int, default=100, help="maximum number of examples")
     parser.add_argument("--max-new-tokens", type=int, default=16)
-    parser.add_argument("--max-gap", type=float, default=10.0, help="most points that a member may lie below the best")
-    parser.add_argument("--state-file", help="where finished points of the search are kept")
+    parser.add_argument(
+        "--max-gap", type=float, default=10.0, help="maximum number of points that a member may score below the best"
+    )
+    parser.add_argument("--state-file", help="file that keeps finished points of the search")
     args = parser.parse_args()
 
     with args.file.open(encoding="utf-8") as file:
@@ -39,9 +41,9 @@ def main() -> None:
     responses = [row.responses for row in sorted(selection.table, key=lambda row: row.index)]
     print(f"{candidates.compatibility(responses=responses)}\n\n{selection}\n")
     if len(selection.indices) < 2:
-        sys.exit("Nobody but the best was taken: there is nothing to tune.")
+        sys.exit("Only the best candidate was selected: there is nothing to tune.")
     if max(selection.scores) == 0:
-        sys.exit("Nobody has answered anything right: there is nothing to weigh by.")
+        sys.exit("No member answered anything right: there are no scores to derive weights from.")
 
     ensemble = EnsembleForCausalLM.from_members(
         [candidates.members[i] for i in selection.indices],

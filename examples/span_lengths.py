@@ -1,14 +1,16 @@
-"""Quality and time of SweetSpan against the span length, on development sets of your own.
+"""Quality and time of SweetSpan by span length, on your own development sets.
 
-For every span length, and for each member alone: the share of right answers on short questions (the answer is the first
-line) and on questions that are reasoned about (the answer is the last number), greedily and in batches; and the time of
-a token, prompts one at a time. Finished points are kept in a file, one JSON line each, and are not measured again.
+For every span length, and for each member alone, the script measures the share of right answers on short questions
+(the answer is the first line) and on reasoning questions (the answer is the last number), greedily and in batches; and
+the time per token, with one prompt at a time. It keeps finished points in a file, one JSON line each, and does not
+measure them again.
 
     python examples/span_lengths.py --results lengths.jsonl --plot lengths.svg [--device cuda] [--num-examples 100]
         [--short-answers trivia.jsonl trivia_prompt.txt] [--reasoning maths.jsonl maths_prompt.txt]
 
-A set is a file of JSON lines with `question` and `answer` (one, or a list of right ones), and a file of worked examples
-that begin with "Question:" and are put before each question. With no set, what the file holds is printed and drawn.
+A set consists of a file of JSON lines with `question` and `answer` (one right answer or a list of them), and a file of
+worked examples that begin with "Question:" and precede each question. Without a set, the script prints and draws what
+the results file holds.
 """
 
 import argparse
@@ -36,7 +38,7 @@ class Kind(NamedTuple):
     title: str
     marking: str
     cue: str
-    """Between a question and its answer."""
+    """The text between a question and its answer."""
     max_new_tokens: int
 
     def read(self, data: Path, worked_examples: Path, count: int) -> EvaluationSet:
@@ -50,14 +52,14 @@ REASONING = Kind("reasoning", "number", "\nLet's think step by step\n", 256)
 
 
 class Writer(NamedTuple):
-    """A member or the ensemble, with how it is called."""
+    """A member or the ensemble, with the options to call it with."""
 
     model: transformers.PreTrainedModel
     tokenizer: transformers.PreTrainedTokenizerBase
     options: dict
 
     def write(self, prompts: list[str], **options) -> torch.Tensor:
-        """The new ids, of shape `(num_prompts, num_new_ids)`."""
+        """Return the new ids, of shape `(num_prompts, num_new_ids)`."""
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(self.model.device)
         pad = self.tokenizer.pad_token_id
         output = self.model.generate(**inputs, do_sample=False, pad_token_id=pad, **self.options, **options)
@@ -77,7 +79,7 @@ def quality(writer: Writer, kind: Kind, examples: EvaluationSet, batch_size: int
 
 
 def time_of_a_token(writer: Writer, examples: EvaluationSet) -> dict:
-    """Milliseconds of one of the writer's own tokens, the reading of the prompt included."""
+    """Return the milliseconds per token of the writer's own, including reading the prompt."""
     options = {"max_new_tokens": NUM_TIMED_TOKENS, "min_new_tokens": NUM_TIMED_TOKENS}
     prompts = [item.prompt for item in examples.items[:NUM_TIMED_PROMPTS]]
     writer.write(prompts[:1], max_new_tokens=8)
@@ -106,7 +108,7 @@ def read_points(results: Path) -> list[dict]:
 
 
 def draw(points: list[dict], plot: Path) -> None:
-    """Draw quality and time against the span length; members are horizontal lines."""
+    """Draw quality and time by span length, with members as horizontal lines."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -135,7 +137,7 @@ def draw(points: list[dict], plot: Path) -> None:
 
 
 def _value_and_error(point: dict) -> tuple[float, float]:
-    """Percent of right answers and one standard error, or milliseconds."""
+    """Return the percentage of right answers and its standard error, or the milliseconds."""
     if "milliseconds" in point:
         return point["milliseconds"], 0.0
     share = point["right"] / point["of"]
@@ -146,7 +148,7 @@ def measure_all(args: argparse.Namespace) -> None:
     models = models_or_demo(args.models)
     ensemble = EnsembleForCausalLM.from_pretrained(models, dtype=torch.float32, device_map=args.device)
     where = torch.cuda.get_device_name() if ensemble.device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    # A point is measured once with the same models, sets and machine.
+    # With the same models, sets and machine, a point is measured only once.
     sets_of = [str(path) for path in (*(args.short_answers or ()), *(args.reasoning or ()))]
     same = {"models": models, "where": where, "sets": sets_of}
     setting = {"transformers": transformers.__version__, "torch": torch.__version__}

@@ -92,7 +92,10 @@ def test_select_and_tune_end_where_there_is_nothing_to_tune(members, run, tmp_pa
     table = script.select_members(candidates, [{"prompt": "The cat", "reference": "?"}], "contains", **options).table
     (own,) = next(row.responses for row in table if row.index == 0)
     file = tmp_path / "dev.jsonl"
-    for answer, said in ((own, "Nobody but the best was taken"), ("none of them", "Nobody has answered anything")):
+    for answer, said in (
+        (own, "Only the best candidate was selected"),
+        ("none of them", "No member answered anything"),
+    ):
         file.write_text(json.dumps({"prompt": "The cat", "answers": [answer]}), "utf-8")
         with pytest.raises(SystemExit, match=said):
             run("select_and_tune", file, "--models", *members, "--max-gap", 0, "--max-new-tokens", 4)
@@ -138,7 +141,7 @@ def test_evaluation_sets_stop_in_time_and_go_on(members, monkeypatch, capsys, tm
     options += ["--state-file", tmp_path / "state.jsonl", "--device", "cpu", "--dtype", "bfloat16"]
     monkeypatch.setattr("sys.argv", ["evaluation_sets.py", *map(str, options), "--time-limit", "0.001"])
     assert script.main() == 3
-    assert "run again to go on" in capsys.readouterr().err
+    assert "run the command again to resume" in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["evaluation_sets.py", *map(str, options), "--plot", str(tmp_path / "plot.svg")])
     assert script.main() == 0
     output = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Finished cells of the study: what was written or scored by whom on which set, one JSON line each."""
+"""Finished cells of the study: what a member or ensemble wrote or scored on a set, one JSON line each."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,28 +7,30 @@ from typing import Any, NamedTuple
 
 
 class Key(NamedTuple):
-    """What a cell is of."""
+    """Identifies a cell."""
 
     members: tuple[str, ...]
-    """The primary first; one for a member alone."""
+    """Names, the primary first; a single name for a member alone."""
     system: str
-    """As `hf-ensemble eval --also` takes it, with `@dev` for weights from development scores, and `tuned` for a value that
-    was chosen there; `"alone"`."""
+    """The system as `hf-ensemble eval --also` takes it, or `"alone"`.
+
+    `@dev` stands for weights from development scores, `tuned` for a value chosen on the development set.
+    """
     task: str
-    """Name of the set, `NAME:COUNT` for its first examples."""
+    """Name of the set; `NAME:COUNT` for its first examples."""
     work: str
     """`"write"` or `"score"`."""
 
 
 Cells = dict[Key, dict[str, Any]]
-"""Finished cells: `responses` and `tokens`, or `bits`, one entry an example, `seconds`, and what it ran with."""
+"""Finished cells: `responses` and `tokens`, or `bits`, one entry per example; `seconds`; and the run's settings."""
 
 
 def read_cells(folder: Path) -> Cells:
-    """All finished cells; of two of one key, the one that was read first.
+    """Return all finished cells; if two have the same key, the one read first.
 
     Args:
-        folder: The study's.
+        folder: The study's folder.
     """
     cells: Cells = {}
     for file in sorted((folder / "results").glob("*.jsonl")):
@@ -38,13 +40,13 @@ def read_cells(folder: Path) -> Cells:
 
 
 def add_cell(folder: Path, members: Sequence[str], key: Key, cell: dict[str, Any]) -> None:
-    """Add a cell to the file of an ensemble, whose runs alone write to it.
+    """Add a cell to the file of an ensemble; only runs of this ensemble write to it.
 
     Args:
-        folder: The study's.
-        members: Of the ensemble.
-        key: What the cell is of.
-        cell: What was found.
+        folder: The study's folder.
+        members: Members of the ensemble.
+        key: Identifies the cell.
+        cell: The results.
     """
     file = folder / "results" / f"{'+'.join(members)}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -53,17 +55,18 @@ def add_cell(folder: Path, members: Sequence[str], key: Key, cell: dict[str, Any
 
 
 def read_examples(folder: Path, task: str) -> list[dict]:
-    """The examples of a set.
+    """Return the examples of a set.
 
     Args:
-        folder: The study's.
-        task: Name of the set; `NAME:COUNT` are its first examples.
+        folder: The study's folder.
+        task: Name of the set; `NAME:COUNT` for its first examples.
     """
     name, _, count = task.partition(":")
     return list(_lines(folder / "sets" / f"{name}.jsonl"))[: int(count) if count else None]
 
 
 def _lines(file: Path) -> Iterator[dict]:
-    # Not `splitlines`, which also splits at signs that JSON leaves as they are. What a killed run left is no whole line.
+    # Not `splitlines`, which also splits at characters that JSON does not escape. A killed run leaves an incomplete
+    # line.
     for line in file.read_bytes().split(b"\n")[:-1]:
         yield json.loads(line)

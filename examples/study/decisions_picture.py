@@ -1,4 +1,4 @@
-"""A picture of one answer: what each member writes alone, and who decided what they write together.
+"""Draw a picture of one answer: what each member writes alone, and which member decided each part of the joint answer.
 
 python examples/study/decisions_picture.py --members smollm2-gsm-lora-s0 gemma-gsm-lora-s0 --output docs/images/decisions.svg
 """
@@ -14,10 +14,10 @@ from marks import evaluation_set
 from trained import load
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-"""Of the members, by Okabe and Ito."""
+"""Colours of the members, from Okabe and Ito's palette."""
 
 WIDTH, SIZE, LINE = 76, 13, 22
-"""Characters of a line, size of a letter and height of a line in pixels."""
+"""Characters per line, size of a letter and height of a line in pixels."""
 LETTER = 0.602 * SIZE
 
 
@@ -58,14 +58,14 @@ def main() -> None:
     print(f"together: {right}, {text!r}")
     picture.head(f"together: {'right' if right else 'wrong'}", "#222")
     decisions = [one for one in output.decisions[0] if one.text]
-    # What follows the last line has no place in an answer.
+    # Text after the answer's last line is not part of the answer.
     picture.pieces([(one.text, one.decided_by, len(one.agreeing) < len(titles)) for one in decisions])
     picture.legend(titles)
     args.output.write_text(picture.svg(), "utf-8")
 
 
 class Picture:
-    """Lines of letters of one width, from top to bottom."""
+    """Lines of monospaced text, from top to bottom."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -78,7 +78,7 @@ class Picture:
             self.parts.append(self.letters(line, 0, "#222"))
 
     def head(self, title: str, color: str) -> None:
-        """Who wrote what follows."""
+        """A heading that says who wrote the text below."""
         self.y += 1.4 * LINE
         self.parts.append(
             f'<text x="12" y="{self.y:.0f}" fill="{color}" font-weight="bold">{html.escape(title)}</text>'
@@ -91,7 +91,7 @@ class Picture:
         )
 
     def pieces(self, pieces: Sequence[tuple[str, int | None, bool]]) -> None:
-        """Pieces of a text, each with who decided it and whether the members disagreed."""
+        """Pieces of a text, each with the member that decided it and whether the members disagreed."""
         self.y += LINE
         column = 0
         for text, who, is_split in pieces:
@@ -112,7 +112,7 @@ class Picture:
                 column += len(part)
 
     def legend(self, titles: Sequence[str]) -> None:
-        """Which colour is whose."""
+        """A legend of the members' colours."""
         self.y += 1.6 * LINE
         said = [(f"{title} gave it more", color) for title, color in zip(titles, COLORS, strict=False)]
         for n, (what, color) in enumerate([*said, ("dark: the members wanted different tokens", "#888")]):

@@ -1,18 +1,19 @@
-"""Members alone and ensembles of them on the study's sets; every finished cell is kept, and a run goes on.
+"""Evaluate members alone and their ensembles on the study's sets; finished cells are kept, and a stopped run resumes.
 
     python examples/study/evaluate.py --members smollm2-qamr-lora-s{seed} gemma-qamr-lora-s{seed} --seeds 0 1 2 --at-once 3
     python examples/study/evaluate.py --members gemma smollm2 --systems alone gac unite --tasks qamr_test_a
     python examples/study/evaluate.py --small       # after `train.py --small --kind full`
 
-`--members` may be repeated, the primary is first. A system is METHOD:OPTION=VALUE,...@WEIGHT,... as for `hf-ensemble eval
---also`. A task is a set, or the first examples of one (`qamr_test_a:100`). The weights may be `@dev`, from the members' exact match on the development set; weights and an option's value may
-be `tuned`: the one that is best there. With `--bits` likelihoods of the answers are scored too.
+`--members` can be repeated; the primary comes first. A system is METHOD:OPTION=VALUE,...@WEIGHT,... as for
+`hf-ensemble eval --also`. A task is a set, or the first examples of one (`qamr_test_a:100`). Weights can be `@dev`:
+derived from the members' exact match on the development set. Weights and an option's value can be `tuned`: the value
+that is best on the development set. `--bits` also scores the likelihoods of the answers.
 
-Where a system chooses among several candidates of each member (`vote:num_candidates=5`), these are sampled at a temperature of
-0.7, once for all systems that need nothing else (with the weights 1,0 it is the first member's self-consistency); on GSM8K a vote
-is on the last number.
+If a system chooses among several candidates of each member (`vote:num_candidates=5`), they are sampled at a
+temperature of 0.7, once for all systems that need only samples. With the weights 1,0 this is the first member's
+self-consistency. On GSM8K a vote compares the last numbers.
 
-With `--minutes` no cell is begun that would probably not end in time, and a run that left something ends with exit code 3.
+With `--minutes`, a run starts no cell that would probably not finish in time, and exits with code 3 if cells are left.
 """
 
 import argparse
@@ -49,7 +50,7 @@ TUNED = {
     "top_k": ["10", "5", "20", "100"],
     "threshold": ["0.5", "0.3", "0.7", "0.9"],
 }
-"""What is tried; of equals the first."""
+"""The values to try; the first wins a tie."""
 
 
 def main() -> int:
@@ -87,12 +88,12 @@ def main() -> int:
 
 
 def chooses_among_samples(system: str) -> bool:
-    """Whether a system needs nothing but samples of the members, and what is in them."""
+    """Whether a system needs only samples of the members and their contents."""
     return system.partition(":")[0] in ("vote", "mbr") and "num_candidates=" in system and "methods=" not in system
 
 
 def _without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Arguments less some options and their values."""
+    """Return the arguments without some options and their values."""
     kept, is_kept = [], True
     for argument in arguments:
         if argument.startswith("--"):
@@ -103,11 +104,11 @@ def _without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 class OutOfTime(Exception):
-    """The next cell would probably not end in time."""
+    """The next cell would probably not finish in time."""
 
 
 class Ensemble:
-    """Members together and alone, loaded when the first cell needs them."""
+    """Members together and alone, loaded for the first cell that needs them."""
 
     def __init__(self, args: argparse.Namespace, names: tuple[str, ...], stop_at: float):
         self.args, self.names, self.stop_at = args, names, stop_at
@@ -117,7 +118,7 @@ class Ensemble:
         self.longest = 0.0
 
     def run(self) -> bool:
-        """Finish all cells; whether there was time for it."""
+        """Finish all cells; return whether there was time for them."""
         try:
             for task in self.args.tasks:
                 for work, systems in (("write", self.args.systems), ("score", self.args.bits)):
@@ -125,12 +126,12 @@ class Ensemble:
                         for names in [(name,) for name in self.names] if system == "alone" else [self.names]:
                             self.cell(Key(names, system, task, work))
         except OutOfTime:
-            print(f"{'+'.join(self.names)}: the time is over, run again to go on", file=sys.stderr)
+            print(f"{'+'.join(self.names)}: time is up, run the command again to resume", file=sys.stderr)
             return False
         return True
 
     def cell(self, key: Key) -> dict[str, Any]:
-        """Run a cell if it is not there."""
+        """Run a cell unless it is already finished."""
         if key not in self.cells:
             resolved = self.resolve(key)
             if time.monotonic() + self.longest > self.stop_at:
@@ -172,11 +173,11 @@ class Ensemble:
         return share_right(self.cells, own, self.questions(own.task))
 
     def resolve(self, key: Key) -> str:
-        """The system with what is chosen on the development set."""
+        """Return the system with the values chosen on the development set."""
         head, _, weights = key.system.partition("@")
         if weights == "dev":
             scores = [self.dev_score(key, "alone", (name,)) for name in key.members]
-            # Where nobody has answered anything, weights are equal.
+            # If no member has answered anything right, the weights are equal.
             found = weights_from_scores(scores) if any(scores) else [1 / len(scores)] * len(scores)
             return f"{head}@{','.join(f'{weight:.4f}' for weight in found)}"
         if "tuned" not in key.system:
@@ -187,11 +188,11 @@ class Ensemble:
         return max(tried, key=lambda system: self.dev_score(key, system, key.members))
 
     def caller(self, key: Key, resolved: str) -> tuple[EnsembleForCausalLM, dict[str, Any]]:
-        """The ensemble, or the member as one, with its options."""
+        """Return the ensemble, or a member as an ensemble, with its options."""
         assert self.model is not None
         if key.system == "alone":
             return self.model.alone(key.members[0]), {}
-        # What they are chosen by is not read of samples.
+        # For samples, it does not matter which method chooses among them.
         method, weights = read_configuration(resolved.replace("samples:", "vote:"))
         if isinstance(method, VoteConfig) and self.questions(key.task).marking == "number":
             method = dataclasses.replace(method, extract=NUMBER)
@@ -200,7 +201,7 @@ class Ensemble:
         return self.model, {"method": method, "weights": weights}
 
     def choose(self, key: Key, resolved: str, questions: EvaluationSet) -> dict[str, Any]:
-        """Answers chosen among samples, which are written once for all ways of choosing and all weights."""
+        """Choose answers among samples; the samples are written once for all ways of choosing and all weights."""
         _, options = self.caller(key, resolved)
         method, weights = options["method"], options["weights"] or [1 / len(key.members)] * len(key.members)
         samples = Key(key.members, f"samples:num_candidates={method.num_candidates}", key.task, "write")
@@ -220,9 +221,9 @@ class Ensemble:
         return {"responses": [question.texts[choice.ranking[0]] for question, choice in pairs], "tokens": tokens}
 
     def write(self, key: Key, resolved: str, questions: EvaluationSet) -> dict[str, Any]:
-        """Answers, and how many of the writers' tokens they took, those that end them included.
+        """Write answers, and count the writers' tokens, including the end tokens.
 
-        They are greedy, but for several candidates of a member, whose samples are the same in every run.
+        Answers are greedy. Several candidates of a member are samples, which are the same in every run.
         """
         model, options = self.caller(key, resolved)
         tokenizer = model.tokenizer
@@ -255,7 +256,7 @@ class Ensemble:
         return {**cell, "samples": samples} if key.system.startswith("samples:") else cell
 
     def score(self, key: Key, resolved: str, questions: EvaluationSet) -> dict[str, Any]:
-        """Bits of each first accepted answer."""
+        """Compute the bits of each example's first accepted answer."""
         model, options = self.caller(key, resolved)
         prompts = [item.prompt for item in questions.items]
         answers = [item.continuations[item.right] for item in questions.items]
@@ -263,7 +264,7 @@ class Ensemble:
         return {"bits": [round(-value / math.log(2), 4) for value in found.log_probs.tolist()]}
 
     def batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Places of examples in batches of even sizes, the longest first."""
+        """Return positions of examples in batches of even sizes, the longest first."""
         order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
         count = math.ceil(len(order) / self.args.batch_size)
         cuts = [len(order) * n // count for n in range(count + 1)]

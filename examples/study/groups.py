@@ -1,4 +1,4 @@
-"""The finished cells of one ensemble's members on one set, whatever the seed: what the report and `why.py` make tables of."""
+"""The finished cells of an ensemble and its members on one set, over all seeds: the source of all tables."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -36,18 +36,18 @@ OPTIONS = {
     "@tuned": "weights tuned on dev",
     "@": "weights {}",
 }
-"""How parts of a system are told, by how they begin; the first that fits."""
+"""How tables name parts of a system, by how the parts begin; the first match counts."""
 ORACLE = -1
 
 System = str | int
-"""An ensemble's system, the number of a member that is alone, or `ORACLE`."""
+"""An ensemble's system, the index of a member alone, or `ORACLE`."""
 
 
 def in_words(system: str) -> str:
-    """A system as tables call it.
+    """Return a system's name in tables.
 
     Args:
-        system: As in a cell's key.
+        system: The system as in a cell's key.
     """
     head, _, weights = system.partition("@")
     name, _, options = head.partition(":")
@@ -60,10 +60,10 @@ def in_words(system: str) -> str:
 
 
 def member_titles(names: Sequence[str]) -> list[str]:
-    """Members as tables call them; equal ones are numbered.
+    """Return the members' names in tables; equal names are numbered.
 
     Args:
-        names: Without seeds.
+        names: Names without seeds.
     """
     found = []
     for name in names:
@@ -89,17 +89,17 @@ class Group:
         self.num_bytes = np.array([item.num_bytes for item in self.questions.items])
         self.known: dict[Any, Any] = {}
         found = [key.system for key in cells if key.members in ensembles and key.task == task]
-        # What is written once for several systems is none itself.
+        # Samples written once for several systems are not a system themselves.
         self.systems = [name for name in dict.fromkeys(found) if name != "alone" and not name.startswith("samples:")]
 
     def word(self, system: System) -> str:
-        """What tables call a system."""
+        """A system's name in tables."""
         if system == ORACLE:
             return "oracle over members"
         return in_words(system) if isinstance(system, str) else self.titles[system]
 
     def runs(self, system: System, work: str = "write") -> list[tuple[dict, dict]]:
-        """For each seed that has both, the cells of a system and of the better member."""
+        """The cells of a system and of the better member, for each seed that has both."""
         found = []
         for own in self.ensembles:
             asked = [
@@ -136,7 +136,7 @@ class Group:
 
     @cached_property
     def disagreement(self) -> float:
-        """Percent of the examples that not all members answer alike."""
+        """Percentage of the examples to which the members give different answers."""
         texts = np.array([self.said(n) for n in range(len(self.names))])  # (members, seeds, examples)
         return round(100 * float((texts != texts[0]).any(0).mean()), 1)
 
@@ -148,7 +148,7 @@ class Group:
         return self.known["gain", system]
 
     def values(self, system: System, marked: Callable[[dict], Any], work: str = "write") -> np.ndarray:
-        """What a system's examples are worth, and the better member's, of shape `(2, num_seeds, num_examples)`."""
+        """Values of a system's examples and of the better member's, of shape `(2, num_seeds, num_examples)`."""
         if system == ORACLE:
             members = [self.values(n, marked, work) for n in range(len(self.names))]
             if len({of.shape for of in members}) > 1:
@@ -161,11 +161,11 @@ class Group:
         )
 
     def marked(self, cell: dict) -> np.ndarray:
-        """Exact match of each example, which is marked once."""
+        """Exact match of each example; each is marked only once."""
         return self._once("exact", cell, exact_matches)
 
     def f1(self, cell: dict) -> np.ndarray:
-        """F1 of each example, which is marked once."""
+        """F1 of each example; each is marked only once."""
         return self._once("F1", cell, f1_scores)
 
     def _once(self, name: str, cell: dict, mark: Callable[..., np.ndarray]) -> np.ndarray:
@@ -197,17 +197,15 @@ class Group:
         return cells
 
     def table(self) -> str:
-        """The ensemble's table, and what has to be known of it."""
+        """The ensemble's table, with the facts needed to read it."""
         name = set_title(self.task)
         documents = len(set(self.documents))
         about = f"{name}, {len(self.documents)} questions"
         about += f" of {documents} documents" if documents < len(self.documents) else ""
         table = as_markdown([about, *HEADS], map(self.row, [*range(len(self.names)), ORACLE, *self.systems]))
         oracle = 100 * np.max([self.exact(n) for n in range(len(self.names))], axis=0).mean()
-        text = (
-            f"The members are {self.gap:.1f} points apart and give other answers to {self.disagreement:.0f} % of the "
-        )
-        text += f"questions; whoever picked the best answer every time would reach {oracle:.1f} %. "
+        text = f"The members are {self.gap:.1f} points apart and give different answers to {self.disagreement:.0f} % of the "
+        text += f"questions; always picking the best answer would reach {oracle:.1f} %. "
         text += f"{len(self.ensembles)} seed{'s' * (len(self.ensembles) > 1)}."
         for system in self.systems:
             if ("@dev" in system or "tuned" in system) and self.runs(system):
@@ -217,11 +215,11 @@ class Group:
 
 
 def as_markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table.
+    """Return a Markdown table.
 
     Args:
-        heads: Its heads.
-        rows: Its lines.
+        heads: The table's header.
+        rows: The table's rows.
     """
     lines = [f"| {' | '.join(row)} |" for row in (heads, *rows)]
     return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]])
@@ -242,7 +240,7 @@ def written(estimate: Estimate, digits: int) -> str:
 
 
 def groups_of(cells: Cells, folder: Path) -> list[Group]:
-    """Ensembles of which every member also ran alone, by task and names without seeds; what has most systems first."""
+    """Group ensembles whose members all ran alone too, by task and names without seeds; most systems first."""
     found: dict[Any, dict[tuple[str, ...], None]] = {}
     for key in cells:
         alone = [Key((name,), "alone", key.task, "write") for name in key.members]
@@ -253,5 +251,5 @@ def groups_of(cells: Cells, folder: Path) -> list[Group]:
 
 
 def place_of(task: str) -> tuple[bool, int, str]:
-    """What tasks are sorted by: development sets last."""
+    """Return a task's sort key: development sets come last."""
     return "_test_" not in task, list(SETS).index(task.split("_")[0]), task

@@ -1,4 +1,4 @@
-"""A made-up world for trying the stages: small originals, and two tiny members with tokenizers of their own."""
+"""A made-up world to try the stages: small originals, and two tiny members with different tokenizers."""
 
 import json
 import random
@@ -7,14 +7,14 @@ from pathlib import Path
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo")
 PLACES = ("Rome", "Oslo", "Lima", "Bonn")
 SIZES = (24, 16, 60, 20)
-"""How much is held out, as `prepare.Sizes`."""
+"""How much to hold out, as `prepare.Sizes`."""
 
 
 def write_originals(folder: Path) -> Path:
-    """Write files in the form of all three originals, with questions that tiny members can learn to answer.
+    """Write files in the format of all three originals, with questions that tiny members can learn to answer.
 
     Args:
-        folder: Gets them; made if it is not there.
+        folder: Where to write them; created if it does not exist.
 
     Returns:
         The folder.
@@ -46,11 +46,11 @@ def write_originals(folder: Path) -> Path:
 
 
 def make_bases(folder: Path, texts: list[str]) -> None:
-    """Save two tiny untrained models, each with a tokenizer of its own.
+    """Save two tiny untrained models, each with its own tokenizer.
 
     Args:
-        folder: Gets one folder each, named as the study's two base models are.
-        texts: What the tokenizers are made from.
+        folder: Gets one folder per model, named like the study's two base models.
+        texts: The texts to train the tokenizers on.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

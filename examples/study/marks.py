@@ -1,4 +1,4 @@
-"""What examples are worth, and how sure one can be of it: exact match, F1, bits per byte, bootstrap over documents."""
+"""Values of examples and their uncertainty: exact match, F1, bits per byte, bootstrap over documents."""
 
 import re
 from collections.abc import Sequence
@@ -13,50 +13,50 @@ NUM_DRAWS = 10_000
 
 
 def evaluation_set(task: str, examples: Sequence[dict]) -> EvaluationSet:
-    """The examples as `hf_ensemble.evaluation` marks them: an answer is a line, or the last number.
+    """Return the examples as `hf_ensemble.evaluation` marks them: an answer is a line, or the last number.
 
     Args:
         task: Name of the set.
-        examples: Its examples.
+        examples: The set's examples.
     """
     records = [{"prompt": example["prompt"], "answers": example["answers"]} for example in examples]
     return read_set(records, name=task, marking="number" if task.startswith("gsm") else "text")
 
 
 def exact_matches(questions: EvaluationSet, cell: dict) -> np.ndarray:
-    """1 or 0 for each example, of shape `(num_examples,)`.
+    """Return 1 or 0 for each example, of shape `(num_examples,)`.
 
     Args:
         questions: The set.
-        cell: Of written answers.
+        cell: A cell of written answers.
     """
     pairs = zip(cell["responses"], questions.items, strict=True)
     return np.array([float(questions.is_right(response, item)) for response, item in pairs])
 
 
 def answers(questions: EvaluationSet, cell: dict) -> list[str]:
-    """What answers each example, so that equal answers are equal: the line, normalised, or the last number.
+    """Return each example's answer in a form that can be compared: the normalised line, or the last number.
 
     Args:
         questions: The set.
-        cell: Of written answers.
+        cell: A cell of written answers.
     """
     return [questions.compared(response) for response in cell["responses"]]
 
 
 def f1_scores(questions: EvaluationSet, cell: dict) -> np.ndarray:
-    """SQuAD's F1 of each example, of shape `(num_examples,)`.
+    """Return SQuAD's F1 of each example, of shape `(num_examples,)`.
 
     Args:
         questions: A set whose answers are marked as texts.
-        cell: Of written answers.
+        cell: A cell of written answers.
     """
     pairs = zip(cell["responses"], questions.items, strict=True)
     return np.array([questions.f1(response, item) for response, item in pairs])
 
 
 def document_of(cluster: str) -> str:
-    """The document of a QAMR sentence, the article of an XQuAD paragraph, or the problem.
+    """Return the document of a QAMR sentence, the article of an XQuAD paragraph, or the problem.
 
     Args:
         cluster: What the example is about.
@@ -65,14 +65,14 @@ def document_of(cluster: str) -> str:
 
 
 def ratio(values: np.ndarray, sizes: np.ndarray, clusters: Sequence[str]) -> Estimate:
-    """Sum of values over sum of sizes, with the percentile interval of a bootstrap over clusters.
+    """Return the sum of values over the sum of sizes, with the percentile interval of a bootstrap over clusters.
 
     Differences of paired values compare two systems; means over seeds pool them.
 
     Args:
-        values: Of shape `(num_examples,)`.
-        sizes: Of shape `(num_examples,)`.
-        clusters: One an example.
+        values: Array of shape `(num_examples,)`.
+        sizes: Array of shape `(num_examples,)`.
+        clusters: One per example.
     """
     names = sorted(set(clusters))
     places = np.array([names.index(cluster) for cluster in clusters])
@@ -84,16 +84,16 @@ def ratio(values: np.ndarray, sizes: np.ndarray, clusters: Sequence[str]) -> Est
 
 @cache
 def _draws(count: int) -> np.ndarray:
-    """How often each cluster is drawn, of shape `(NUM_DRAWS, count)`."""
+    """Return how often each cluster is drawn, of shape `(NUM_DRAWS, count)`."""
     return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), NUM_DRAWS)
 
 
 def share_right(cells: Cells, key: Key, questions: EvaluationSet) -> float:
-    """Exact match of a finished cell.
+    """Return the exact match of a finished cell.
 
     Args:
         cells: All cells.
-        key: Of written answers.
+        key: The key of a cell of written answers.
         questions: The set.
     """
     return float(exact_matches(questions, cells[key]).mean())

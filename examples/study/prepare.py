@@ -1,4 +1,4 @@
-"""The study's sets, from the original files: questions to train on, development sets, and half of each test set.
+"""Make the study's sets from the original files: training questions, development sets, and half of each test set.
 
     python examples/study/prepare.py --qamr QAMR --xquad XQUAD --gsm8k GSM8K    # folders: clones, at the commits below
     python examples/study/prepare.py --open DATA                                # TriviaQA and NQ, for members as they are
@@ -7,12 +7,12 @@
 QAMR: https://github.com/uwnlp/qamr at 956b0eb. XQuAD: https://github.com/google-deepmind/xquad at 7d30520. GSM8K:
 https://github.com/openai/grade-school-math at 3101c7d.
 
-QAMR's questions are asked about a sentence among 0 to 4 others. No document is in more than one of its sets. Test sets are
-cut in halves by a hash of the sentence, paragraph or problem that an example is about; half `a` is what the study reports
-on, the other is kept for checking what the study says.
+QAMR's questions are about one sentence among 0 to 4 others. No document is in more than one of its sets. Test sets are
+cut in halves by a hash of the sentence, paragraph or problem that an example is about. The study reports on half `a`;
+the other half is kept to check the study's findings.
 
-DATA is a folder of development sets, as for `examples/evaluation_sets.py`. Its questions stand behind worked examples, without
-a text that holds the answer.
+DATA is a folder of development sets, as for `examples/evaluation_sets.py`. Worked examples precede its questions; no
+text with the answer is given.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SHA256 = {
     "qa_train": "dc1a679a410b", "qa_dev": "b745018f29d9", "qamr_test_a": "e0093991e384", "squad_test_a": "18f51eea3511",
     "gsm_train": "147782352357", "gsm_dev": "d94dd8ae278a", "gsm_test_a": "23727313e9ff",
 }  # fmt: skip
-"""How the files begin to hash that the originals give."""
+"""How the hashes of the original files begin."""
 
 BRACKETS = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}"}
 OPENING = {"``", "-LRB-", "-LSB-", "-LCB-", "$", "#", "£", "€", "(", "["}
@@ -40,7 +40,7 @@ CLITIC = re.compile(r"'(s|re|ve|ll|d|m|S)")
 
 
 class Sizes(NamedTuple):
-    """How much of QAMR is held out."""
+    """How much of QAMR to hold out."""
 
     test_sentences: int = 240
     dev_sentences: int = 40
@@ -49,11 +49,11 @@ class Sizes(NamedTuple):
 
 
 Questions = dict[str, list[tuple[str, list[str]]]]
-"""By sentence: questions with the answers that annotators gave, the most frequent not first."""
+"""By sentence: questions with the annotators' answers, not sorted by frequency."""
 
 
 def join_tokens(tokens: Iterable[str]) -> str:
-    """Text as it is written, of tokens as the Penn Treebank has them."""
+    """Join Penn Treebank tokens to ordinary text."""
     text, sticks = "", True
     for token in tokens:
         is_closing = token in CLOSING or CLITIC.fullmatch(token)
@@ -76,7 +76,7 @@ def read_questions(file: Path, sentences: dict[str, list[str]]) -> Questions:
         answers = [
             join_tokens(sentences[name][int(place)] for place in span.split())
             for span in spans
-            if re.fullmatch(r"[\d ]+", span)  # else the annotator said that there is no answer
+            if re.fullmatch(r"[\d ]+", span)  # otherwise the annotator said that there is no answer
         ]
         answers = [answer for answer in answers if re.search(r"\w", answer)]
         if answers and question:
@@ -89,7 +89,7 @@ def document_of(sentence: str) -> str:
 
 
 def hold_out(questions: Questions, num_sentences: int, rng: random.Random) -> list[str]:
-    """Sentences of whole documents, drawn until there are enough."""
+    """Draw whole documents until there are enough sentences."""
     documents = sorted({document_of(sentence) for sentence in questions})
     rng.shuffle(documents)
     held: set[str] = set()
@@ -109,7 +109,7 @@ def ask(
     rng: random.Random,
     most: int | None,
 ) -> list[dict]:
-    """Examples about sentences, each among 0 to 4 sentences of a pool; in random order."""
+    """Make examples about sentences, each among 0 to 4 sentences from a pool, in random order."""
     examples = []
     for name in names:
         own = texts[name]
@@ -134,7 +134,7 @@ def qamr(folder: Path, rng: random.Random, sizes: Sizes) -> dict[str, list[dict]
     for_test = hold_out(test, sizes.test_sentences, rng)
     for_dev = hold_out(dev, sizes.dev_sentences, rng)
     held = {document_of(name) for name in (*for_test, *for_dev)}
-    # QAMR's own training set is not needed: what is left of the others is enough.
+    # QAMR's own training set is not needed: the rest of the other sets is enough.
     rest = [name for name in (*dev, *test) if document_of(name) not in held]
     texts = {name: join_tokens(tokens) for name, tokens in sentences.items()}
     pool = [text for name, text in texts.items() if document_of(name) not in held]
@@ -163,7 +163,7 @@ def gsm(folder: Path, part: str) -> list[dict]:
     with (folder / "grade_school_math" / "data" / f"{part}.jsonl").open(encoding="utf-8") as file:
         for n, line in enumerate(file):
             problem = json.loads(line)
-            answer = re.sub(r"<<.*?>>", "", problem["answer"]).strip()  # what a calculator is asked
+            answer = re.sub(r"<<.*?>>", "", problem["answer"]).strip()  # GSM8K's calculator annotations
             prompt = f"Question: {problem['question'].strip()}\nAnswer:"
             examples.append({"cluster": f"{part}{n}", "prompt": prompt, "answers": [answer]})
     return examples

@@ -1,12 +1,12 @@
-"""The study's tables and plots, from its result files.
+"""Make the study's tables and plots from its result files.
 
     python examples/study/report.py                  # tables.md and the plots, in the study's `report`
     python examples/study/report.py --no-plots       # without matplotlib
 
-Seeds are pooled: the values of an example are averaged over them, and intervals (95 %) are of a bootstrap over documents of
-paired differences to the best member: that with the higher exact match on these examples, on the average of the seeds. A
-star marks intervals without 0. The oracle picks the best of the members' answers to each example, and of their bits.
-Development sets, on which values and weights are chosen, come last.
+Seeds are pooled: an example's values are averaged over them. Intervals (95 %) come from a bootstrap over documents of
+paired differences to the best member: the one with the highest exact match on these examples, averaged over seeds. A
+star marks intervals without 0. The oracle picks the best of the members' answers to each example, and the fewest of
+their bits. Development sets, on which values and weights are chosen, come last.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from groups import (
 from marks import Estimate
 
 Points = dict[str, list[tuple[Any, Estimate]]]
-"""Where, and what is gained there, by what the legend says."""
+"""Positions and gains, by the entry in the legend."""
 
 
 def by_option(groups: Sequence[Group], prefix: str) -> Points:
-    """Gains against the value of an option, a line for each ensemble."""
+    """Gains by the value of an option, one line per ensemble."""
     points: Points = {}
     for group in groups:
         values = sorted(int(s.removeprefix(prefix)) for s in group.systems if s.removeprefix(prefix).isdigit())
@@ -40,7 +40,7 @@ def by_option(groups: Sequence[Group], prefix: str) -> Points:
 
 
 def by_ensemble(groups: Sequence[Group], where: Callable[[Group], Any]) -> Points:
-    """Gains against something of the ensemble, a line for each system."""
+    """Gains by a property of the ensemble, one line per system."""
     points: Points = {}
     for group in sorted(groups, key=where):
         for system in group.systems:
@@ -50,13 +50,13 @@ def by_ensemble(groups: Sequence[Group], where: Callable[[Group], Any]) -> Point
 
 
 def plots_of(groups: Sequence[Group]) -> dict[str, tuple[str, Points]]:
-    """What is drawn of the ensembles on one task: by the file's name, the label of the axis and the points."""
+    """The plots for the ensembles on one task: the label of the axis and the points, by file name."""
     pairs = [group for group in groups if len(group.names) == 2]
-    # The pair of which most has run: what it is about is drawn of it alone.
+    # Plots of an option's values show only the pair with the most runs.
     main = max(groups, key=lambda group: (len(group.systems), len(group.ensembles)))
     turned = [group for group in pairs if group.names in (main.names, main.names[::-1])]
     larger = [group for group in groups if group.names[: len(main.names)] == main.names]
-    # Members of which one knows nothing would leave no room for the others.
+    # A pair in which one member knows nothing would leave no room for the others.
     near = [group for group in pairs if group.gap < 50]
     gains = [(in_words(system), main.gain(system)) for system in main.systems if main.runs(system)]
     return {
@@ -71,7 +71,7 @@ def plots_of(groups: Sequence[Group]) -> dict[str, tuple[str, Points]]:
 
 
 def draw(file: Path, panels: dict[str, tuple[str, Points]]) -> bool:
-    """Draw a panel for each task; whether there is any with more than one place."""
+    """Draw a panel for each task; return whether any has more than one position."""
     lines = {
         task: {name: p for name, p in points.items() if len({x for x, _ in p}) > 1}
         for task, (_, points) in panels.items()
@@ -100,7 +100,7 @@ def draw(file: Path, panels: dict[str, tuple[str, Points]]) -> bool:
                 if is_tall:
                     axes.errorbar(values, [place for place, _ in points], xerr=errors, fmt="o", capsize=2)
                     continue
-                # Of one ensemble several systems stand side by side.
+                # Several systems of one ensemble stand side by side.
                 places = [place + 0.4 * n if is_scattered else place for place, _ in points]
                 style = {"color": f"C{n}", "marker": "osD^v<>pP*"[n % 10], "capsize": 2, "label": name}
                 axes.errorbar(places, values, errors, linestyle="none" if is_scattered else "-", **style)

@@ -1,4 +1,4 @@
-"""Several runs of a script at a time: they share one GPU, which a small model alone does not fill."""
+"""Run a script several times at once: the runs share one GPU, which a small model alone does not fill."""
 
 import subprocess
 import sys
@@ -11,11 +11,11 @@ def run_all(script: str, argument_lists: Sequence[Sequence[str]], at_once: int) 
 
     Args:
         script: Path of the script.
-        argument_lists: Arguments of each run.
-        at_once: How many run at a time.
+        argument_lists: The arguments of each run.
+        at_once: How many run at once.
 
     Returns:
-        0 if everything is done, 3 if runs have left something for another time, 1 if one failed.
+        0 if everything is finished, 3 if some runs have work left, 1 if a run failed.
     """
 
     def run(arguments: Sequence[str]) -> int:

@@ -1,12 +1,12 @@
-"""Fine-tunes the study's members: the weights in bfloat16 with float32 masters, AdamW, loss on the answers only.
+"""Fine-tune the study's members: bfloat16 weights with float32 masters, AdamW, loss on the answers only.
 
     python examples/study/train.py --task qamr --kind lora --seeds 0 1 2 --at-once 6
     python examples/study/train.py --task qamr --kind full --seeds 0 1 2 --at-once 6
     python examples/study/train.py --small      # two tiny members on a CPU, in a minute
 
-A member is a folder in the study's `members`: an adapter of at most 16 MiB, or a whole model; `--checkpoints 5 25` also
-keeps what it was after 5 and 25 % of the steps. Members that are there are not trained again. With `--minutes` a run stops
-in time and ends with exit code 3; the same command goes on, with the same result.
+A member is a folder in the study's `members`: an adapter of at most 16 MiB, or a whole model. `--checkpoints 5 25`
+also keeps it as it was after 5 and 25 % of the steps. Finished members are not trained again. With `--minutes`, a run
+stops in time and exits with code 3; the same command resumes it, with the same result.
 """
 
 import argparse
@@ -35,7 +35,7 @@ EPOCHS = {"qamr": 1, "gsm": 2}
 LEARNING_RATES = {"lora": 1e-3, "full": 1e-4}
 
 Row = tuple[list[int], list[int], int]
-"""Ids of a prompt and of its answer, and the bytes of the answer."""
+"""Ids of a prompt and its answer, and the bytes of the answer."""
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="tiny members, after `prepare.py --small`")
     args = parser.parse_args()
     if args.small:
-        torch.set_num_threads(1)  # more would only wait for one another
+        torch.set_num_threads(1)  # more threads would only wait for each other
         args.learning_rate, args.epochs, args.batch_size = args.learning_rate or 1e-2, args.epochs or 8, 8
         if not (args.folder / "bases").exists():
             examples = read_examples(args.folder, "qa_train")
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 class Training:
-    """One member's training, which stops in time and goes on."""
+    """The training of one member, which can stop and resume."""
 
     def __init__(self, args: argparse.Namespace, base: str, seed: int):
         self.args, self.base, self.seed = args, base, seed
@@ -89,7 +89,7 @@ class Training:
         )
 
     def run(self, stop_at: float) -> bool:
-        """Train until it is done, or until it is time; whether it is done."""
+        """Train to the end or until time is up; return whether the end was reached."""
         if self.folder_of(100).exists():
             return True
         self.load()
@@ -102,7 +102,7 @@ class Training:
             if running and time.monotonic() > stop_at:
                 self.log["seconds"] += time.perf_counter() - began
                 self.save_state()
-                print(f"{self.name}: {self.step} of {total} steps, run again to go on", flush=True)
+                print(f"{self.name}: {self.step} of {total} steps, run the command again to resume", flush=True)
                 return False
             if self.step % per_epoch == 0 or not running:
                 batches = self.batches(self.step // per_epoch)
@@ -163,7 +163,7 @@ class Training:
         return [row for row in rows if len(row[0]) + len(row[1]) < MAX_TOKENS]
 
     def batches(self, epoch: int) -> list[list[Row]]:
-        """The batches of an epoch, in random order, each of rows that are about equally long."""
+        """Return an epoch's batches in random order, each of rows of about the same length."""
         rng, size = random.Random(f"{self.seed} {epoch}"), self.args.batch_size
         rows = rng.sample(self.train, len(self.train))
         found = []
@@ -174,13 +174,13 @@ class Training:
         return found
 
     def loss(self, rows: list[Row], with_end: bool = True) -> tuple[torch.Tensor, int]:
-        """Nats of the answers, and how many tokens they have."""
+        """Return the nats of the answers and their number of tokens."""
         width = max(len(prompt) + len(answer) for prompt, answer, _ in rows)
         ids, labels = torch.full((len(rows), width), self.eos), torch.full((len(rows), width), -100)
         for n, (prompt, answer, _) in enumerate(rows):
             stop = len(prompt) + len(answer)
             ids[n, :stop] = torch.tensor(prompt + answer)
-            # The last id, which ends the answer, is no part of its bytes.
+            # The last id, which ends the answer, is not part of its bytes.
             labels[n, len(prompt) : stop - (not with_end)] = ids[n, len(prompt) : stop - (not with_end)]
         ids, labels = (
             ids.to(self.args.device, non_blocking=True),
@@ -189,7 +189,7 @@ class Training:
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         counts = labels != -100
         parts = zip(hidden[counts].split(1024), labels[counts].split(1024), strict=True)
-        # A large vocabulary's logits are made again in the backward pass instead of being kept.
+        # The logits of a large vocabulary are computed again in the backward pass instead of kept.
         nats = [checkpoint(self.nats, *part, use_reentrant=False) for part in parts]
         return torch.stack(nats).sum(), sum(len(answer) - (not with_end) for _, answer, _ in rows)
 
@@ -197,7 +197,7 @@ class Training:
         return F.cross_entropy(self.model.get_output_embeddings()(hidden).float(), labels, reduction="sum")
 
     def update(self, rows: list[Row], total: int) -> torch.Tensor:
-        """One step; its loss a token."""
+        """Take one step; return its loss per token."""
         warm, rate = max(1, total // 20), self.args.learning_rate or LEARNING_RATES[self.args.kind]
         cosine = 0.5 * (1 + math.cos(math.pi * self.step / total))
         for group in self.optimizer.param_groups:
@@ -218,14 +218,14 @@ class Training:
 
     @torch.no_grad()
     def dev_bits(self) -> float:
-        """Bits per byte of the development set's answers."""
+        """Return the bits per byte of the development set's answers."""
         self.model.eval()
         nats = sum(self.loss(self.dev[n : n + 32], with_end=False)[0].item() for n in range(0, len(self.dev), 32))
         self.model.train()
         return nats / math.log(2) / sum(num_bytes for _, _, num_bytes in self.dev)
 
     def save(self, percent: int, total: int) -> None:
-        """Write the member, whole or not at all."""
+        """Save the member, completely or not at all."""
         folder = self.folder_of(percent)
         unfinished = folder.with_name(f".{folder.name}")
         shutil.rmtree(unfinished, ignore_errors=True)

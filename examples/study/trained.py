@@ -1,4 +1,4 @@
-"""The study's members: what they are called, where they lie, and how an ensemble of them is loaded."""
+"""The study's members: their names, their folders, and how to load an ensemble of them."""
 
 import json
 import re
@@ -14,24 +14,24 @@ from hf_ensemble import EnsembleForCausalLM, MemberConfig
 
 BASES = ("smollm2", "gemma")
 TRAIN_SETS = {"qamr": ("qa_train", "qa_dev"), "gsm": ("gsm_train", "gsm_dev")}
-"""What is trained on and what it is watched on, by the task."""
+"""The training set and the set to monitor, by task."""
 
 
 def member_name(base: str, task: str, kind: str, seed: int, percent: int = 100) -> str:
-    """A member's name, `smollm2-qamr-lora-s0`; that of a checkpoint ends in `-at25`: after 25 % of the steps.
+    """Return a member's name: `smollm2-qamr-lora-s0`, or `smollm2-qamr-lora-s0-at25` after 25 % of the steps.
 
     Args:
-        base: Which model it was.
-        task: What it was trained on.
+        base: The base model.
+        task: The training task.
         kind: `"lora"` or `"full"`.
-        seed: Of the training.
-        percent: How much of the training it had.
+        seed: Seed of the training.
+        percent: How much of the training is done.
     """
     return f"{base}-{task}-{kind}-s{seed}" + (f"-at{percent}" if percent < 100 else "")
 
 
 def without_seed(name: str) -> str:
-    """A member's name without its seed: over these, results are pooled.
+    """Return a member's name without its seed, the key for pooling results.
 
     Args:
         name: The member's name.
@@ -40,10 +40,10 @@ def without_seed(name: str) -> str:
 
 
 def base_path(folder: Path, base: str) -> str:
-    """Where an untuned model lies: in the study's `bases` if it is there, else the demo model.
+    """Return the path of an untuned model: in the study's `bases` if it exists, otherwise the demo model.
 
     Args:
-        folder: The study's.
+        folder: The study's folder.
         base: One of `BASES`.
     """
     own = folder / "bases" / base
@@ -51,12 +51,12 @@ def base_path(folder: Path, base: str) -> str:
 
 
 def load(folder: Path, names: Sequence[str], device: str, dtype: str) -> EnsembleForCausalLM:
-    """An ensemble of members.
+    """Load an ensemble of members.
 
     Args:
-        folder: The study's.
+        folder: The study's folder.
         names: Names of members, or of `BASES`, the primary first.
-        device: Where they go.
+        device: The device for the members.
         dtype: What they compute in.
     """
     items = []
