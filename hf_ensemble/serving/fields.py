@@ -1,6 +1,5 @@
 """The fields of a request: every field of OpenAI's is supported, has no effect, or is refused by name."""
 
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from .limits import Limits
+from .values import check_conversation, check_kind, check_sampling, integer, is_id
 
 _MOST_CHOICES = 128
 """Largest number of answers to one prompt, as in OpenAI's API."""
@@ -39,8 +39,10 @@ _OF_RESPONSES_IF_THEY_SAY_NOTHING: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "include": ([],),
     "max_tool_calls": (),
+    "parallel_tool_calls": (True,),
     "previous_response_id": (),
     "prompt": (),
+    "reasoning": ({},),
     "service_tier": ("auto", "default"),
     "text": ({}, {"format": {"type": "text"}}),
     "tool_choice": ("auto",),
@@ -109,11 +111,13 @@ def read_fields(body: Mapping[str, Any], is_chat: bool, limits: Limits) -> Asked
         ConfigurationError: If a field is not supported, or invalid.
     """
     _refuse(body, _OF_BOTH | (_OF_CHAT if is_chat else _OF_COMPLETIONS))
-    _check_of_all(body)
+    check_sampling(body)
     if is_chat:
-        _check_messages(body["messages"])
-    count = _integer(body, "n", 1, 1, min(_MOST_CHOICES, limits.max_batch))
-    seed = _integer(body, "seed", None, -_MOST_SEED, _MOST_SEED - 1)
+        check_conversation(body, "messages")
+    for name, kind, words in (("stream_options", dict, "an object"), ("suffix", str, "a text")):
+        check_kind(body, name, kind, words)
+    count = integer(body, "n", 1, 1, min(_MOST_CHOICES, limits.max_batch))
+    seed = integer(body, "seed", None, -_MOST_SEED, _MOST_SEED - 1)
     first = random.SystemRandom().randrange(_MOST_SEED) if seed is None else seed % _MOST_SEED
     options = body.get("stream_options") or {}
     if options and not body.get("stream"):
@@ -126,7 +130,7 @@ def read_fields(body: Mapping[str, Any], is_chat: bool, limits: Limits) -> Asked
             f"`tool_choice={tool_choice!r}` is not supported by this server: the model chooses. Pass 'auto' or 'none'."
         )
     for name in ("max_tokens", "max_completion_tokens"):
-        _integer(body, name, None, 1, limits.max_new_tokens)
+        integer(body, name, None, 1, limits.max_new_tokens)
     return Asked(
         count=count or 1,
         # The first answer is the one of `n=1`.
@@ -145,32 +149,13 @@ def refuse_of_responses(body: Mapping[str, Any], limits: Limits) -> None:
     Raises:
         ConfigurationError: If there is one.
     """
-    _check_of_all(body)
-    _integer(body, "max_output_tokens", None, 1, limits.max_new_tokens)
+    check_sampling(body)
+    check_conversation(body, "input")
+    check_kind(body, "instructions", str, "a text")
+    integer(body, "seed", None, -_MOST_SEED, _MOST_SEED - 1)
+    integer(body, "max_output_tokens", None, 1, limits.max_new_tokens)
     for name, idle in _OF_RESPONSES_IF_THEY_SAY_NOTHING.items():
         _refuse_unless_idle(body, name, idle)
-
-
-def read_biases(biases: Any, vocab_size: int) -> dict[int, float]:
-    """What is added to the scores of ids.
-
-    Args:
-        biases: As they were sent; None for none.
-        vocab_size: Number of the primary's ids.
-
-    Raises:
-        ConfigurationError: If they are no numbers by id, or an id is none of the primary's.
-    """
-    rule = f"`logit_bias` has to be a number for each id, from 0 to {vocab_size - 1}, as a text"
-    if biases is not None and not isinstance(biases, Mapping):
-        raise ConfigurationError(f"{rule}, but is {biases!r:.60}.")
-    found: dict[int, float] = {}
-    for key, value in (biases or {}).items():
-        is_id = str(key).isascii() and str(key).isdigit() and len(str(key)) < 20 and int(key) < vocab_size
-        if not is_id or not _is_finite(value):
-            raise ConfigurationError(f"{rule}, but holds {key!r:.40}: {value!r:.40}.")
-        found[int(key)] = float(value)
-    return found
 
 
 def read_prompts(prompt: Any, encode: Callable[[str], list[int]]) -> list[list[int]]:
@@ -188,39 +173,13 @@ def read_prompts(prompt: Any, encode: Callable[[str], list[int]]) -> list[list[i
         return [encode(prompt)]
     if is_list and all(isinstance(part, str) for part in prompt):
         return [encode(part) for part in prompt]
-    if is_list and all(_is_id(part) for part in prompt):
+    if is_list and all(is_id(part) for part in prompt):
         return [prompt]
-    if is_list and all(isinstance(part, list) and part and all(map(_is_id, part)) for part in prompt):
+    if is_list and all(isinstance(part, list) and part and all(map(is_id, part)) for part in prompt):
         return list(prompt)
     raise ConfigurationError(
         f"`prompt` has to be a text, a list of texts, a list of ids, or a list of such lists, but is {prompt!r:.100}."
     )
-
-
-def _check_of_all(body: Mapping[str, Any]) -> None:
-    """Check fields that every endpoint has."""
-    temperature, top_p, stream = (body.get(name) for name in ("temperature", "top_p", "stream"))
-    if temperature is not None and not (_is_finite(temperature) and temperature >= 0):
-        raise ConfigurationError(f"`temperature` has to be a number of at least 0, but is {temperature!r:.60}.")
-    if top_p is not None and not (_is_finite(top_p) and 0 < top_p <= 1):
-        raise ConfigurationError(f"`top_p` has to be a number above 0 and at most 1, but is {top_p!r:.60}.")
-    if not isinstance(stream, (bool, type(None))):
-        raise ConfigurationError(f"`stream` has to be true or false, but is {stream!r:.60}.")
-
-
-def _check_messages(messages: Any) -> None:
-    for number, message in enumerate(messages if isinstance(messages, list) else []):
-        needs_content = isinstance(message, dict) and message.get("role") != "assistant"
-        if needs_content and message.get("content") is None:
-            raise ConfigurationError(f"message {number} has no `content`: {message!r:.100}.")
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _refuse(body: Mapping[str, Any], served: set[str]) -> None:
@@ -235,20 +194,11 @@ def _refuse_unless_idle(body: Mapping[str, Any], name: str, idle: Sequence[Any])
         raise ConfigurationError(f"`{name}={value!r:.60}` is not supported by this server. Leave it out.")
 
 
-def _integer(body: Mapping[str, Any], name: str, default: Any, least: int, most: int) -> Any:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not _is_id(value) or not least <= value <= most:
-        raise ConfigurationError(f"`{name}` has to be a whole number from {least} to {most}, but is {value!r:.60}.")
-    return value
-
-
 def _num_best(body: Mapping[str, Any], is_chat: bool) -> int | None:
     if not is_chat:
-        found: int | None = _integer(body, "logprobs", None, 0, 20)
+        found: int | None = integer(body, "logprobs", None, 0, 20)
         return found
-    number: int | None = _integer(body, "top_logprobs", None, 0, 20)
+    number: int | None = integer(body, "top_logprobs", None, 0, 20)
     asked = body.get("logprobs") or False
     if not isinstance(asked, bool):
         raise ConfigurationError(f"`logprobs` has to be true or false, but is {asked!r:.60}.")

@@ -63,7 +63,8 @@ class Grammars:
         if kind == "json_object":
             compiled = self._get("json", lambda compiler: compiler.compile_builtin_json_grammar())
         elif kind == "json_schema":
-            schema = (response_format.get("json_schema") or {}).get("schema")
+            given = response_format.get("json_schema")
+            schema = given.get("schema") if isinstance(given, dict) else None
             if not isinstance(schema, dict):
                 raise ConfigurationError(
                     "`response_format` of type 'json_schema' needs `json_schema.schema`, an object."

@@ -28,10 +28,11 @@ from ..decoding.call import end_ids
 from ..decoding.running_batch import Written
 from ..errors import ConfigurationError
 from .engine import Engine, Job
-from .fields import Asked, read_biases, read_fields, read_prompts, refuse_of_responses
+from .fields import Asked, read_fields, read_prompts, refuse_of_responses
 from .formats import ChatFormat, Choice, CompletionFormat, Format, event, joined, usage_of
 from .grammar import Grammars
 from .guard import client_is_gone, error_body
+from .values import read_logit_bias
 from .work import ClientGone, Work
 
 _DEFAULT_NEW_TOKENS = 1024
@@ -54,14 +55,16 @@ class Requests:
     model_manager: Any
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        biases = read_logit_bias(body, self.engine.ensemble.primary_member.vocab_size)
         # The stock server seeds the process.
-        body = {name: value for name, value in body.items() if name != "seed"}
+        body = {name: value for name, value in body.items() if name not in ("seed", "logit_bias")}
         if body.get("max_completion_tokens") is not None:
             body["max_tokens"] = body["max_completion_tokens"]
-        biases = read_biases(body.pop("logit_bias", None), self.engine.ensemble.primary_member.vocab_size)
         config = super()._build_generation_config(body, *args, **kwargs)  # type: ignore[misc]
         if biases:
-            config.sequence_bias = {(i,): value for i, value in biases.items()}
+            config.sequence_bias = biases
+        if config.num_return_sequences not in (None, 1):
+            raise ConfigurationError("`num_return_sequences` is not supported by this server. Pass `n`.")
         temperature = body.get("temperature")
         if temperature == 0:
             config.temperature = None
@@ -97,8 +100,6 @@ class _Writes(Requests):
         prompts = self._prompts(body, asked, tokenizer)
         config = self._build_generation_config(body, model.generation_config)
         processors = self.grammars.processors(body.get("response_format"))
-        if asked.count > 1 and config.num_return_sequences not in (None, 1):
-            raise ConfigurationError("`n` and `num_return_sequences` cannot be used together.")
 
         def make_job(number: int, tell: Callable[[Written], None]) -> Job:
             inputs, seed = prompts[number // asked.count], asked.seeds[number % asked.count]
