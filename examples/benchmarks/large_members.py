@@ -15,17 +15,19 @@ import math
 import statistics
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 
 import torch
 from decode import naive_step
 from measure import Peak, gpu_events, seconds_of
-from members import SHAPES, random_members
+from members import SHAPES, push_along, random_members
 from report import milliseconds, print_heads, print_row, setting
+from spans import NUM_PUSHED_IDS, WORDS_APART, timed
 from texts import Replay, text_ids
 from tqdm import tqdm
 
-from hf_ensemble import EnsembleForCausalLM
+from hf_ensemble import EnsembleForCausalLM, GacConfig
 from hf_ensemble.config import method_config
 from hf_ensemble.members.member import Member
 from hf_ensemble.members.state import MemberState, PlainContext
@@ -96,6 +98,18 @@ def time_alone(ensemble, ids: torch.Tensor, new_tokens: int, method: str) -> flo
     """The same where only the primary decides."""
     weights = [1.0] + [0.0] * (len(ensemble.members) - 1)
     return time_decoding(ensemble, ids, new_tokens, method, weights=weights)
+
+
+def time_mixture(ensemble, ids: torch.Tensor, new_tokens: int) -> float:
+    """The same as `time_again` where one member is drawn for every token. Nothing is replayed, which would be no sample."""
+    replayed, ensemble.replayed_ids = ensemble.replayed_ids, None
+    options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "eos_token_id": []}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what random weights write
+            return time_again(ensemble, ids, new_tokens, GacConfig(strategy="mixture_sampling"), **options)
+    finally:
+        ensemble.replayed_ids = replayed
 
 
 def time_fusion(ensemble, method: str, repeats: int = 100) -> list[float]:
@@ -176,7 +190,26 @@ def variants_of(ensemble, args: argparse.Namespace, texts: list[torch.Tensor]) -
             variants[f"{method}, steps after a prompt of {length}"] = functools.partial(
                 time_decoding, ensemble, ids, args.new_tokens, method
             )
+    ways = {
+        "gac, gate shut": {"method": GacConfig(gate=0, threshold=1e-9)},
+        "gac, gate open": {"method": GacConfig(gate=0, threshold=1 - 1e-9)},
+    }
+    for name, way in ways.items():
+        variants[name] = functools.partial(time_again, ensemble, prompts[0], args.new_tokens, **way)
+    variants["gac, mixture sampling"] = functools.partial(time_mixture, ensemble, prompts[0], args.new_tokens)
     return variants
+
+
+def print_spans(ensemble, args: argparse.Namespace, middle: dict[str, float]) -> None:
+    """Print what spans take on which the members never agree: each is pushed along a text of its own."""
+    ensemble.replayed_ids = None
+    for n, (model, tokenizer) in enumerate(zip(ensemble.members, ensemble.tokenizers, strict=True)):
+        push_along(model, text_ids(tokenizer, NUM_PUSHED_IDS, skip=n * WORDS_APART).to(model.device))
+    own = sum(middle[f"{member.name}, captured step of 1"] for member in ensemble.member_views)
+    for length in args.spans:
+        found = [timed(ensemble, length, args.new_tokens)[0] for _ in range(args.turns + 2)][2:]
+        ratio = statistics.median(found) / own
+        print_row(f"spans, L = {length}", milliseconds(found, 2), f"{ratio:.2f} of the captured steps' sum")
 
 
 def take_turns(variants: dict[str, Callable[[], float]], turns: int) -> tuple[dict[str, list[float]], dict[str, str]]:
@@ -209,6 +242,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batches", nargs="+", type=int, default=[8, 32], help="batches to time besides one row")
     parser.add_argument("--lengths", nargs="*", type=int, default=[], help="prompts to time at besides --prompt")
+    parser.add_argument("--spans", nargs="*", type=int, default=[], help="lengths of spans to time, in words")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--plot", help="file to draw to")
     args = parser.parse_args()
@@ -222,6 +256,9 @@ def main() -> None:
     details = f"{len(args.devices)} devices", "bfloat16", f"prompt {args.prompt}", f"{args.new_tokens} new tokens"
     print(setting(args.devices[0], *details, f"caches: {modes}"))
 
+    first = texts[0][None, : args.prompt], args.new_tokens, args.methods[0]
+    calls = ", ".join(f"{args.new_tokens * time_ensemble(ensemble, *first):.2f}" for _ in range(4))
+    print(f"the first calls take {calls} s")
     seconds, failed = take_turns(variants_of(ensemble, args, texts), args.turns)
     middle = {name: statistics.median(values) if values else math.nan for name, values in seconds.items()}
     print_heads("one run, batch 1 unless named", "ms a token (quartiles)", "tokens a second of all rows")
@@ -233,6 +270,9 @@ def main() -> None:
     for batch in args.batches:
         above = memory_above(ensemble, texts[0][: args.prompt].repeat(batch, 1), args)
         print(f"memory at batch {batch}: {above:.2f} GiB more than weights and caches at most")
+    if args.spans:
+        print_heads("spans that never agree", "ms a token (quartiles)", "")
+        print_spans(ensemble, args, middle)
     if args.plot:
         lengths = sorted([args.prompt, *args.lengths])
         runs = {length: f"prompt {length}" if length in args.lengths else "batch 1" for length in lengths}
