@@ -5,8 +5,10 @@
 | A6-A9, B3, B5, C3, C4, D2, D5, D6, E10, G1, G3, I2, I8 | here, for spans |
 """
 
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from hf_ensemble import (
     SweetSpanConfig,
 )
 from hf_ensemble.decoding.spans.participant import Participant
-from tests import tiny
+from tests import contracts, tiny
 from tests.bug_bank.kit import (
     contexts_of,
     ensemble_of,
@@ -959,3 +961,22 @@ def test_a_criterion_ends_at_the_end_of_a_text_and_at_its_bound():
 def test_a_criterion_refuses_bad_options(options):
     with pytest.raises(ConfigurationError, match="span_length|max_span_tokens"):
         criterion_of(**options)
+
+
+def test_a_call_by_spans_leaves_nothing_for_the_garbage_collector(monkeypatch):
+    """Its caches, which hold buffers on a GPU, go with the call."""
+    ensemble = make_ensemble([tiny.tiny_llama(contracts.small(), seed=n) for n in range(2)], [contracts.small()] * 2)
+    made = []
+    begin = Participant.__init__
+    monkeypatch.setattr(
+        Participant, "__init__", lambda self, *args: (made.append(weakref.ref(self)), begin(self, *args))[1]
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        inputs = ensemble.tokenizer("The cat", return_tensors="pt")
+        ensemble.generate(**inputs, method="sweetspan", max_new_tokens=8, do_sample=False)
+        assert len(made) == 2
+        assert [one() for one in made] == [None, None]
+    finally:
+        gc.enable()

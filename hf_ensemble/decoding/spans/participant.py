@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
@@ -127,7 +128,8 @@ class Participant(MemberState):
         self._is_no_text = torch.as_tensor(~may_be_written, device=member.device)
         self._control_eos = torch.tensor(control_eos, dtype=torch.long, device=member.device)
         self._fork: MemberState | None = None
-        self._best = Captured(self._best_of, can_capture=self.member.is_captured)
+        own = weakref.proxy(self)  # or the buffers of its caches would wait for the garbage collector
+        self._best = Captured(lambda logits: own._best_of(logits), can_capture=self.member.is_captured)
         self._proposals: Sequence[Proposal] = ()
 
     # Writing
