@@ -1,4 +1,4 @@
-"""What a notebook shows of an ensemble."""
+"""How a notebook displays an ensemble."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from .tables import shown_size, spelled_value
 
 
 def ensemble_in_notebook(ensemble: Any) -> str:
-    """The members with their weights, and the method with its options, as a piece of a notebook.
+    """Return HTML for a notebook: the members with their weights, and the method with its options.
 
     Args:
         ensemble: An `EnsembleForCausalLM`.
@@ -32,7 +32,7 @@ def ensemble_in_notebook(ensemble: Any) -> str:
 
 
 def _cells(member: Member) -> Iterator[str]:
-    """What its kind is, and how large."""
+    """Return a member's kind and size."""
     yield member.kind
     yield str(member.dtype).removeprefix("torch.")
     yield str(member.device)

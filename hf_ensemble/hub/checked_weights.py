@@ -1,4 +1,4 @@
-"""Whether the files of a member's weights fit the model that its configuration describes, checked before any memory is taken."""
+"""Check that a member's weights files fit the model in its configuration, before any memory is allocated."""
 
 import copy
 import os
@@ -29,13 +29,13 @@ _LAYERS = (
     "decoder_layers",
 )
 _BITS = 8
-"""Weights that a byte may hold at most."""
+"""Maximum number of weights per byte."""
 _SLACK = 1 << 20
-"""Weights that may be left out of a file: what is computed, or the same as others."""
+"""Weights that files may omit: they are computed, or equal to other weights."""
 
 
 def check_weights(item: MemberConfig, config: PreTrainedConfig, hub: Mapping[str, Any]) -> None:
-    """Check a member's files of weights by their headers.
+    """Check the headers of a member's weights files.
 
     Args:
         item: The member.
@@ -74,10 +74,10 @@ def check_weights(item: MemberConfig, config: PreTrainedConfig, hub: Mapping[str
 
 
 def _files(item: MemberConfig, hub: Mapping[str, Any]) -> Sequence[str]:
-    """The files of a member's weights, fetched from the Hub if need be; empty if they have other names."""
+    """Return a member's weights files, downloaded from the Hub if necessary; empty if they have other names."""
     place = Place.of_model(item)
     if hub.get("force_download") and not os.path.isdir(place.path):
-        return []  # each look would fetch them anew
+        return []  # each look would download them again
     single = place.file(_SINGLE, hub)
     if single is not None:
         return [single]

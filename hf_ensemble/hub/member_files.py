@@ -1,4 +1,4 @@
-"""Checks of the small files of a model or a saved ensemble, before anything is made of them: anybody may have written them."""
+"""Checks of the small files of a model or a saved ensemble, before they are used: they may be hostile."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _MOST = (
     (re.compile(r"^num_(beams|beam_groups|return_sequences)$"), 10_000),
     (re.compile(r"(^|_)vocab_size$"), 2**31 - 1),
 )
-"""Counts of what `transformers` makes before it reads a weight, and their limits."""
+"""Limits of counts in a configuration; `transformers` creates so many objects before it reads a weight."""
 
 _JSON_FILES = (
     "config.json",
@@ -45,17 +45,18 @@ def check_folder(name: str, folder: Path, within: Path | None = None) -> None:
     """Check the small files of a folder from which a model, tokenizer or ensemble will be read.
 
     Args:
-        name: Whose it is, for errors.
+        name: Name of the member, for errors.
         folder: The folder. If it does not exist, nothing is checked.
-        within: The folder that links may not lead out of. None: links may lead anywhere, as in a folder that the user names.
+        within: The folder that links must not leave. None: links may lead anywhere, as in a folder that the user
+            names.
 
     Raises:
-        ConfigurationError: Naming the file, the rule and the value.
+        ConfigurationError: If a file breaks a rule; the message names the file, the rule and the value.
     """
     if not folder.is_dir():
         return
     for pattern in _READ:
-        # A template is used as it is, whatever it says; every other file has a format.
+        # The content of a template is not checked; every other file has a format.
         base = folder if within is None and pattern.endswith(".jinja") else within
         if base is None:
             continue
@@ -70,15 +71,15 @@ def check_json(name: str, file: Path) -> Mapping[str, Any]:
     """Read a JSON file, and refuse it if it could do harm.
 
     Args:
-        name: Whose it is, for errors.
+        name: Name of the member, for errors.
         file: The file.
 
     Returns:
-        What it holds.
+        The file's content.
 
     Raises:
-        ConfigurationError: If it is no object, too large, nested too deep, holds two values under one key or a count that
-            is too large, or names a file of weights elsewhere.
+        ConfigurationError: If the file is not an object, is too large or nested too deep, has two values for a key or
+            a count that is too large, or names a weights file in another folder.
     """
     what = f"{name} cannot be loaded: {str(file)!r}"
     try:
@@ -147,9 +148,9 @@ def check_generation_config(name: str, path: str, options: Mapping[str, Any]) ->
     """Check that a generation config can be read, if there is one.
 
     Args:
-        name: Whose it is, for errors.
+        name: Name of the member, for errors.
         path: The folder or repository of a model.
-        options: Where in it, and how the Hub is reached.
+        options: The subfolder, and options of Hub access.
 
     Raises:
         ConfigurationError: If one of its values has a wrong type.
@@ -165,14 +166,14 @@ def check_generation_config(name: str, path: str, options: Mapping[str, Any]) ->
 
 
 def check_inside(what: str, path: Any) -> None:
-    """Refuse a path within a folder that leads out of it.
+    """Refuse a relative path that leads out of its folder.
 
     Args:
-        what: What names it, with a verb: "the ensemble 'x' names the subfolder".
+        what: Start of the error, with a verb: "the ensemble 'x' names the subfolder".
         path: The path; None for none.
 
     Raises:
-        ConfigurationError: If it is absolute, or leads above the folder.
+        ConfigurationError: If the path is absolute, or leads out of the folder.
     """
     place = posixpath.normpath(str(path or ""))
     if place.startswith(("..", "/")) or "\\" in place:
@@ -180,17 +181,17 @@ def check_inside(what: str, path: Any) -> None:
 
 
 def check_link(what: str, path: Path, within: Path) -> None:
-    """Refuse a path that leads out of a folder by a link.
+    """Refuse a path that leaves a folder through a link.
 
     Links in the Hub's cache stay within their repository's folder, and are allowed.
 
     Args:
-        what: What it is for, with a verb, for the error.
+        what: Start of the error, with a verb.
         path: The path.
         within: The folder.
 
     Raises:
-        ConfigurationError: If it does.
+        ConfigurationError: If the path leaves the folder.
     """
     root = Path(os.path.realpath(within))
     repository = next((folder for folder in root.parents if folder.name.startswith("models--")), root)

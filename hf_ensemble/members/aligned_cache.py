@@ -68,7 +68,7 @@ class AlignedRows(CachedRows):
         self._cache: EncoderDecoderCache | None = None
 
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
-        """Bring rows to their texts; returns logits of shape `(num_rows, num_logits, vocab_size)` after their last ids."""
+        """Bring rows to their texts; return their last logits, of shape `(num_rows, num_logits, vocab_size)`."""
         running = [row for row, wanted in enumerate(num_last) if wanted]
         self._read_sources({row: texts[row][0] for row in running})
         new_texts = [texts[row] for row in running]
@@ -116,12 +116,12 @@ class AlignedRows(CachedRows):
         for row, start in wanted.items():
             held = self._rows[row]
             if held is None or held.start != start:
-                # It takes only the encoder's states from another row.
+                # Only the encoder's states come from another row.
                 self._rows[row] = known[start]
                 self.cached[row] = []
 
     def _batch_of(self, running: Sequence[int], start: int) -> _Batch:
-        """The rows that run together, with the first `start` ids of each."""
+        """Return the rows that run together, with the first `start` ids of each."""
         rows = [row for row in (self._rows[number] for number in running) if row is not None]
         if all(row.batch is self._batch and row.place == place for place, row in enumerate(rows)):
             assert self._batch is not None
@@ -145,7 +145,7 @@ class AlignedRows(CachedRows):
         return _Batch(encoded, mask, own, gathered([row.batch.cross for row in rows], None))
 
     def _cache_of(self, batch: _Batch, start: int) -> EncoderDecoderCache:
-        """A cache that holds the first `start` ids of a batch and can continue from there."""
+        """Return a cache that holds the first `start` ids of a batch and can continue from there."""
         if batch is self._batch and self._cache is not None:
             held: Any = self._cache.self_attention_cache
             for layer in held.layers:
@@ -178,7 +178,7 @@ class AlignedRows(CachedRows):
         self.cached = [list(self.cached[row]) for row in rows]
 
     def _give_up_room(self) -> None:
-        """Never again write into tensors that others may hold."""
+        """Stop writing to tensors that other objects may hold."""
         self._batch = self._cache = None
 
 
@@ -199,12 +199,12 @@ def _layer(layer: DynamicLayer, keys: Tensor, values: Tensor) -> DynamicLayer:
 
 
 def _gathered(places: Sequence[tuple[Tensor, int]], dim: int, length: int | None = None) -> Tensor:
-    """Rows of tensors as one tensor; shorter ones are filled with zeros at the end of one dimension.
+    """Gather rows of tensors in one tensor; shorter rows are padded with zeros at the end of one dimension.
 
     Args:
         places: Tensors of shape `(num_rows, ...)`, and the row of each.
-        dim: That dimension of a row.
-        length: Its length in the result. Default: the longest.
+        dim: The padded dimension of a row.
+        length: Its length in the result. Default: that of the longest row.
     """
     first = places[0][0]
     if all(tensor is first for tensor, _ in places):

@@ -1,4 +1,4 @@
-"""A model that shares another's weights and runs its short steps through few kernels."""
+"""A model that shares a member's weights and runs short steps with few kernels."""
 
 import copy
 import functools
@@ -13,22 +13,22 @@ from ..errors import MemberError
 from .member_model import MemberModel
 
 _KNOWN = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}
-"""Folders of `transformers.models` whose attention and norms compute what is written here, and how their classes begin."""
+"""Model types whose attention and norms compute the same as this module, and their classes' prefixes."""
 
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
 
 def fused_model(member: MemberModel, kernels: Any = None) -> Any:
-    """Make a model with a member's weights, whose attention, norms and products with a single vector are `kernels`.
+    """Make a model with a member's weights that runs attention, norms and products with a single vector as `kernels`.
 
-    It takes a cache that has `slots`, `positions` and `layer`, and reads no mask. The member is not changed.
+    The model takes a cache with `slots`, `positions` and `layer`, and reads no mask. The member does not change.
 
     Args:
         member: The member.
-        kernels: Has the functions of the module `kernels`. Default: that module, on a GPU.
+        kernels: An object with the functions of the module `kernels`. Default: that module, on a GPU.
 
     Raises:
-        MemberError: If the model is of a kind that is not known here, or cannot run like this.
+        MemberError: If the kind of model is unknown, or cannot run like this.
     """
     model, kernels = member.model, kernels or _kernels(member.device)
     for name, module in model.named_modules():
@@ -65,7 +65,7 @@ def _kernels(device: torch.device) -> Any:
 
 
 def _classes(ending: str) -> set[type]:
-    """The classes of the known kinds that have been imported: no model is of another."""
+    """The classes of the known kinds that are imported; a model cannot have a class that is not."""
     found = set()
     for folder, name in _KNOWN.items():
         module = sys.modules.get(f"transformers.models.{folder}.modeling_{folder}")
@@ -75,7 +75,7 @@ def _classes(ending: str) -> set[type]:
 
 
 def _twin(module: torch.nn.Module, made: dict[int, Any]) -> Any:
-    """A copy of a module and of those in it, with the same weights, buffers and hooks."""
+    """Copy a module and its submodules, with the same weights, buffers and hooks."""
     if id(module) not in made:
         made[id(module)] = twin = copy.copy(module)
         vars(twin)["_modules"] = {
@@ -85,7 +85,7 @@ def _twin(module: torch.nn.Module, made: dict[int, Any]) -> Any:
 
 
 def _window(attention: Any) -> int | None:
-    """How many slots a query of a layer sees; None for all."""
+    """Return how many slots a query of a layer sees; None for all."""
     config, width = attention.config, attention.head_dim
     if width & (width - 1) or width < 16:
         raise MemberError(f"its heads are {width} wide, which is no power of two from 16 on")
@@ -118,7 +118,7 @@ def _attention(
 
 
 def _norm(norm: Any, kernels: Any, states: Tensor) -> Tensor:
-    # Gemma's calls it by another name, and scales by one more than its weight.
+    # Gemma's norm has another name for epsilon, and scales by one more than its weight.
     adds_one = not hasattr(norm, "variance_epsilon")
     found: Tensor = kernels.rms_norm(states, norm.weight, norm.eps if adds_one else norm.variance_epsilon, adds_one)
     return found

@@ -1,7 +1,8 @@
-"""What a short step spends its time on besides reading weights, each as one kernel, in Triton.
+"""Triton kernels for the operations that short steps spend their time on, besides reading weights.
 
-A step of one token launches some fifty kernels a layer in plain PyTorch, and each takes longer to start than to run.
-Sums are formed in float32. Shapes that change from call to call are no constants, so each kernel is compiled for few.
+In plain PyTorch, a step of one token launches about fifty kernels per layer, and each takes longer to start than to
+run. Sums are computed in float32. Shapes that change between calls are not constants, so few variants of each kernel
+are compiled.
 """
 
 import torch
@@ -10,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 _MOST_SPLITS = 64
-"""Most parts that the slots of a row are read in side by side."""
+"""Maximum number of parts in which the slots of a row are read in parallel."""
 
 _LEAST_SPLIT = 64
-"""Least slots in each."""
+"""Minimum number of slots in each part."""
 
 _MANY = 2048
-"""So many parts of all rows and heads keep a GPU busy."""
+"""This many parts, over all rows and heads, keep a GPU busy."""
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, adds_one: bool) -> Tensor:
@@ -107,11 +108,11 @@ def rotate_and_keep(
         query: Of shape `(num_rows, num_new, num_heads, width)`.
         key: Of shape `(num_rows, num_new, num_key_heads, width)`.
         value: As `key`.
-        cos: Of the positions' angles, of shape `(num_rows or 1, num_new, width)`; its two halves are equal.
+        cos: Cosines of the positions' angles, of shape `(num_rows or 1, num_new, width)`; the two halves are equal.
         sin: As `cos`.
-        keys: What is kept, of shape `(num_rows, num_key_heads, capacity, width)`; changed in place.
+        keys: The cached keys, of shape `(num_rows, num_key_heads, capacity, width)`; changed in place.
         values: As `keys`.
-        slots: Where they go, of shape `(num_rows, num_new)`.
+        slots: The slots of the new keys and values, of shape `(num_rows, num_new)`.
 
     Returns:
         The rotated queries, of shape `(num_rows, num_new, num_heads, width)`.
@@ -159,17 +160,17 @@ def _rotate_and_keep(
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attend to the slots up to each query's position, and to no others.
+    """Attend only to the slots up to each query's position.
 
-    Every key head is read once for all heads of queries that share it, in parts side by side.
+    Every key head is read once for all query heads that share it, in parallel parts.
 
     Args:
         query: Of shape `(num_rows, num_new, num_heads, width)`, contiguous.
         keys: Of shape `(num_rows, num_key_heads, capacity, width)`.
         values: As `keys`.
-        positions: Of the queries, of shape `(num_rows, num_new)`.
-        scale: Times which scores count.
-        window: How many slots up to its own a query sees; None for all.
+        positions: The queries' positions, of shape `(num_rows, num_new)`.
+        scale: Factor for the scores.
+        window: How many slots, up to and including its own, a query sees; None for all.
 
     Returns:
         Of the shape of `query`.
@@ -238,7 +239,7 @@ def _attend(
                 is_seen &= slot[None, :] > position[:, None] - window
             scores = tl.where(is_seen, scores, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, 1))
-            # Where nothing has been seen yet there is nothing to subtract.
+            # If nothing has been seen yet, there is nothing to subtract.
             base = tl.where(higher == float("-inf"), 0.0, higher)
             shares = tl.exp(scores - base[:, None])
             kept = tl.exp(highest - base)
@@ -246,7 +247,7 @@ def _attend(
             sums = sums * kept[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
             total = total * kept + tl.sum(shares, 1)
             highest = higher
-        # NaN is none of these, and goes on.
+        # NaN is neither, and is passed on.
         is_empty = total == 0.0
         sums = sums / tl.where(is_empty, 1.0, total)[:, None]
         logsum = tl.where(is_empty, float("-inf"), tl.log(total) + highest)

@@ -1,4 +1,4 @@
-"""One cache for all rows, which every forward pass moves to the right edge."""
+"""One cache for all rows; every forward pass moves the rows to the right edge."""
 
 import copy
 import itertools
@@ -15,13 +15,13 @@ from .cached_rows import CachedRows, last_ids, most_new
 from .member_model import MemberModel
 
 _ROOM = 64
-"""Positions for which a cache that grows has room when it is copied."""
+"""Room for this many more positions when a growing cache is copied."""
 _MARGIN = 64
-"""Positions before its window that a window layer keeps at least, when it drops some."""
+"""Minimum number of positions before its window that a window layer keeps when it drops some."""
 
 
 def _join_rows(parts: Sequence[Tensor], width: int) -> Tensor:
-    """Put the rows of caches together, each cut or padded at its left to this many positions."""
+    """Join the rows of caches, each cut or padded on the left to this many positions."""
     return torch.cat([torch.nn.functional.pad(part, (0, 0, width - part.shape[-2], 0)) for part in parts])
 
 
@@ -35,7 +35,7 @@ class RoomyLayer(DynamicLayer):
         self._with_room: dict[str, Tensor] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append, in place where there is room."""
+        """Append, in place if there is room."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = self._appended("keys", self.keys, key_states)
@@ -43,11 +43,11 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def give_up_room(self) -> None:
-        """Never again write in place into tensors that others may hold."""
+        """Stop writing in place to tensors that other objects may hold."""
         self._with_room = {}
 
     def part(self, start: int, stop: int) -> "RoomyLayer":
-        """A layer of some of the rows, which share this one's tensors for as long as all of them grow together."""
+        """Return a layer of some rows, which shares this one's tensors as long as all rows grow together."""
         twin = copy.copy(self)
         if self.keys is not None and self.values is not None:
             twin.keys, twin.values = self.keys[start:stop], self.values[start:stop]
@@ -57,7 +57,7 @@ class RoomyLayer(DynamicLayer):
         start = held.shape[-2] if held.numel() else 0
         end = start + new.shape[-2]
         room = self._with_room.get(name)
-        # What was moved or cut at its front is no longer the beginning of the tensor with room.
+        # After a move or a cut at the front, the states no longer start the tensor with room.
         if room is None or room.data_ptr() != held.data_ptr() or room.shape[0] != len(held) or room.shape[2] < end:
             room = new.new_empty(*new.shape[:2], end + _ROOM, new.shape[-1])
             if start:
@@ -68,11 +68,11 @@ class RoomyLayer(DynamicLayer):
 
 
 class _WindowLayer(RoomyLayer):
-    """A layer's cache that drops what its window has left behind.
+    """A layer's cache that drops positions before its window.
 
     It keeps a margin before the window, and what the last forward added, so that rows can roll back that far. It drops
-    only when it holds a second margin, so that few steps copy it. Attention reads it as if it began with the
-    `num_dropped` positions that it lacks, which no window reaches.
+    only when a second margin is full, so few steps copy it. Attention reads it as if it began with the `num_dropped`
+    missing positions, which no window reaches.
     """
 
     is_sliding = True
@@ -82,7 +82,7 @@ class _WindowLayer(RoomyLayer):
         self.window = window
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append, and drop after what this forward reads."""
+        """Append; drop positions, but only after this forward has read them."""
         keys, values = super().update(key_states, value_states)
         surplus = keys.shape[-2] - key_states.shape[-2] - self.window - _MARGIN
         if surplus >= _MARGIN:
@@ -91,20 +91,20 @@ class _WindowLayer(RoomyLayer):
         return keys, values
 
     def get_seq_length(self) -> int:
-        """The number of positions, dropped ones included."""
+        """Return the number of positions, including dropped ones."""
         return self.num_dropped + super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many positions a forward reads, and how many are dropped before them."""
+        """Return how many positions a forward reads, and how many are dropped before them."""
         return super().get_seq_length() + query_length, self.num_dropped
 
 
 class RepackedRows(CachedRows):
-    """One cache for all rows, which keeps every position but those far before the windows of window layers.
+    """One cache for all rows, which drops only positions far before the windows of window layers.
 
-    Every row's part is contiguous and ends at the right edge, because window masks count cache slots: holes may only be
-    at the left. All rows take equally many ids a forward (a row with fewer new ones computes its last ones again), so
-    the logits wanted always stand at the right edge too.
+    Every row's part is contiguous and ends at the right edge: window masks count cache slots, so holes are allowed
+    only on the left. All rows take the same number of ids per forward (a row with fewer new ids computes its last ones
+    again), so the requested logits are at the right edge too.
     """
 
     mode = "repack"
@@ -119,13 +119,13 @@ class RepackedRows(CachedRows):
         windows = [
             layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0 for layer in self.cache.layers
         ]
-        # One mask serves all window layers, so they drop alike.
+        # All window layers share one mask, so they drop the same positions.
         self._window = max(windows, default=0)
         self.cache.layers = [_WindowLayer(self._window) if window else RoomyLayer() for window in windows]
         self.cache.layer_class_to_replicate = RoomyLayer
 
     def forward(self, texts: Sequence[Sequence[int]], num_last: Sequence[int]) -> Tensor:
-        """Bring rows to their texts; returns logits of shape `(num_rows, num_logits, vocab_size)` after their last ids."""
+        """Bring rows to their texts; return their last logits, of shape `(num_rows, num_logits, vocab_size)`."""
         num_cached = self._num_cached_of(texts)
         num_new = most_new(texts, num_cached, num_last)
         kept = [max(0, len(text) - num_new) for text in texts]
@@ -138,10 +138,10 @@ class RepackedRows(CachedRows):
         return logits
 
     def _bring_nearer(self, texts: Sequence[Sequence[int]]) -> None:
-        """Do a part of what brings rows to their texts where they cannot roll back far enough to do it at once.
+        """Bring rows part of the way to their texts, if they cannot roll back far enough to do it at once.
 
-        Rows with many new ids, for which the others would roll back, take the first of them; where there is no such row
-        all begin anew.
+        Rows with many new ids, for which the other rows would have to roll back, take the first of these ids. If there
+        is no such row, all rows start over.
         """
         nearer = [text[: self.num_cached(row, text) + _MARGIN] for row, text in enumerate(texts)]
         if list(map(len, nearer)) == list(map(len, texts)):
@@ -150,14 +150,14 @@ class RepackedRows(CachedRows):
             self.forward(nearer, [1] * len(nearer))
 
     def _keep(self, kept: list[int], new_width: int | None = None) -> bool:
-        """Roll every row back to `kept` ids and move what stays to the right edge.
+        """Roll every row back to `kept` ids and move the rest to the right edge.
 
         Args:
             kept: Number of ids that each row keeps.
-            new_width: Number of positions then, as many as the longest row has or more. Default: so many.
+            new_width: The new number of positions, at least that of the longest row. Default: exactly that.
 
         Returns:
-            False, and nothing is changed, where a window layer has dropped what the next forward reads.
+            False, with nothing changed, if a window layer has dropped positions that the next forward reads.
         """
         width, new_width = self.cache.get_seq_length(), max(kept) if new_width is None else new_width
         lengths = list(map(len, self.cached))
@@ -167,7 +167,7 @@ class RepackedRows(CachedRows):
         shifts = [width - new_width - (length - k) for length, k in zip(lengths, kept, strict=True)]
         layers = self._filled_layers()
         lost = [max(layer.num_dropped for layer in layers) - shift for shift in shifts]
-        # Only what rows have there counts: not what is before their beginning.
+        # Only positions inside a row count, not those before its start.
         dropped = max((n for n, k in zip(lost, kept, strict=True) if new_width - k < min(n, new_width)), default=0)
         if dropped > max(0, new_width - self._window + 1):
             return False
@@ -201,7 +201,7 @@ class RepackedRows(CachedRows):
         """Return independent rows that continue from these."""
         twin = copy.copy(self)
         twin.cached = list(map(list, self.cached))
-        # Both may hold the same tensors, as long as neither writes into them.
+        # Both can hold the same tensors as long as neither writes to them.
         for layer in self._filled_layers():
             layer.give_up_room()
         twin.cache = copy.copy(self.cache)
@@ -216,7 +216,7 @@ class RepackedRows(CachedRows):
         self.select([place if row is None else num_rows + row for place, row in enumerate(rows)])
 
     def join(self, other: "RepackedRows") -> None:
-        """Let the rows of other caches of the member stand after these."""
+        """Append the rows of other caches of the member."""
         width = max(self.cache.get_seq_length(), other.cache.get_seq_length())
         for mine, theirs in zip(self._filled_layers(), other._filled_layers(), strict=True):
             dropped = max((width - layer.keys.shape[-2] for layer in (mine, theirs) if layer.num_dropped), default=0)
@@ -239,7 +239,7 @@ class RepackedRows(CachedRows):
 def _inputs(
     texts: Sequence[Sequence[int]], width: int, num_new: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The last `num_new` ids of each text and their positions, and a mask over these after `width` cached positions."""
+    """Return the last `num_new` ids and their positions, and a mask over them and `width` cached positions."""
     ids = torch.tensor([last_ids(text, num_new) for text in texts])
     lengths = torch.tensor(list(map(len, texts)))
     positions = (lengths[:, None] - num_new + torch.arange(num_new)).clamp_min(0)
@@ -252,11 +252,11 @@ def _inputs(
 # Several members' caches in one forward pass
 
 Asked = tuple[RepackedRows, Sequence[Sequence[int]], Sequence[int]]
-"""A member's rows, with the texts to bring them to and after how many last ids of each logits are wanted."""
+"""A member's rows, the texts to bring them to, and the number of last ids to return logits for."""
 
 
 def num_new_ids(asked: Asked) -> int:
-    """How many ids every row takes when these rows are brought to their texts."""
+    """Return how many ids every row takes when these rows are brought to their texts."""
     rows, texts, num_last = asked
     return most_new(texts, rows._num_cached_of(texts), num_last)
 
@@ -264,23 +264,24 @@ def num_new_ids(asked: Asked) -> int:
 def forward_together(
     forward: Callable[[Tensor, Tensor, Tensor | None, DynamicCache, int], Tensor], asked: Sequence[Asked]
 ) -> list[Tensor] | None:
-    """Bring the rows of several members to their texts, in one forward pass of a model that can be all of them.
+    """Bring the rows of several members to their texts, in one forward pass of a model that can act as all of them.
 
-    Every member's rows keep their own cache. While the members advance together, these are parts of one tensor, which
-    grows in place; if one has diverged, all are joined again.
+    Every member's rows keep their own cache. While the members advance together, the caches are parts of one tensor
+    that grows in place; if one diverges, all are joined again.
 
     Args:
-        forward: Runs that model, given ids, positions, mask, cache, and the number of logits.
-        asked: What is asked of each member, whose caches have layers of the same kinds.
+        forward: Runs the shared model, given ids, positions, mask, cache and the number of logits.
+        asked: The request to each member. The members' caches have layers of the same kinds.
 
     Returns:
-        What each member's own `forward` gives; None where one cannot roll back far enough, and each has to run alone.
+        The results of each member's own `forward`; None if one cannot roll back far enough, so that each has to run
+        alone.
     """
     num_new = max(map(num_new_ids, asked))
     num_kept = []
     for rows, texts, _ in asked:
         kept = [max(0, len(text) - num_new) for text in texts]
-        # The columns before the longest row stay, so that the tensor of all need not be copied.
+        # Columns before the longest row stay, so that the joint tensor need not be copied.
         width = rows.cache.get_seq_length() - min(len(held) - k for held, k in zip(rows.cached, kept, strict=True))
         if not rows._keep(kept, width):
             return None
@@ -302,7 +303,7 @@ def forward_together(
 
 
 def _joined_cache(parts: Sequence[RepackedRows]) -> tuple[DynamicCache, int]:
-    """One cache of the rows of all, each row at the right edge, and its number of positions."""
+    """Return one cache with the rows of all members, each at the right edge, and its number of positions."""
     width = max(rows.cache.get_seq_length() for rows in parts)
     cache = copy.copy(parts[0].cache)
     of_layers = zip(*(rows.cache.layers for rows in parts), strict=True)
@@ -334,7 +335,7 @@ def _joined_layer(layers: Sequence[RoomyLayer], counts: Sequence[int], width: in
 
 
 def _held(layer: RoomyLayer, name: str, count: int, like: Tensor) -> Tensor:
-    """What a layer holds; no position of `count` rows where it has not been run yet."""
+    """Return a layer's states; zero positions of `count` rows if the layer has not run yet."""
     if layer.is_initialized and layer.get_seq_length():
         held: Tensor = getattr(layer, name)
         return held
@@ -342,7 +343,7 @@ def _held(layer: RoomyLayer, name: str, count: int, like: Tensor) -> Tensor:
 
 
 def _common_room(layers: Sequence[RoomyLayer], name: str, counts: Sequence[int], width: int) -> Tensor | None:
-    """The tensor that all layers hold their rows of, from its first position on; None if there is none."""
+    """Return the tensor of which all layers hold rows, from its first position on; None if they do not share one."""
     room = layers[0]._with_room.get(name)
     if room is None or room.shape[0] != sum(counts):
         return None

@@ -19,13 +19,13 @@ from .member_model import MemberModel, is_out_of_memory
 from .transfer import sent
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Numbers of new ids a row for which steps are captured; a step takes the next one up."""
+"""Numbers of new ids per row for which steps are captured; other numbers are rounded up."""
 
 _MOST_CAPTURED = 1024
-"""Most ids of all rows together that a captured step takes, unless each row has a single one."""
+"""Maximum number of ids over all rows in a captured step, unless each row has only one."""
 
 _EVERYDAY = 16
-"""Steps of up to so many ids a row are captured at once, longer ones when they have come several times."""
+"""Steps of up to this many ids per row are captured at once, longer ones after several uses."""
 
 _USES_OF_OTHERS = 3
 
@@ -42,11 +42,11 @@ Masks = Callable[[Tensor, int], Any]
 
 
 def masks_of(member: MemberModel) -> Masks:
-    """How a member's layers see the cache: a function of positions of shape `(num_rows, num_new)` and of the capacity.
+    """Return what a member's layers see: a function of positions of shape `(num_rows, num_new)` and the capacity.
 
     Raises:
-        MemberError: If the model's layers or its attention are of a kind that cannot be told what to see, or its weights
-            are on several devices.
+        MemberError: If the model's layers or attention are of a kind that does not take such masks, or its weights are
+            on several devices.
     """
     devices = {member.device, *(parameter.device for parameter in member.model.parameters())}
     if len(devices) > 1:
@@ -61,7 +61,7 @@ def masks_of(member: MemberModel) -> Masks:
     if not kinds <= set(windows):
         raise MemberError(f"it has layers of kinds {sorted(kinds - set(windows))}")
     dtype = member.model.dtype
-    # Attention would make numbers of a mask of booleans in every layer. But they must be of the dtype that it computes in.
+    # Attention would convert a boolean mask to numbers in every layer. The numbers must have the dtype it computes in.
     dtypes = {parameter.dtype for parameter in member.model.parameters() if parameter.is_floating_point()}
     is_additive = implementation == "eager" or dtypes == {dtype}
 
@@ -83,19 +83,19 @@ def masks_of(member: MemberModel) -> Masks:
 
 
 def width_of(num_new: int, num_rows: int) -> int | None:
-    """How many ids a row a captured step takes that has to take `num_new`; None if there is no such step."""
+    """Return the ids per row of the captured step that fits `num_new` ids; None if none fits."""
     return next((width for width in WIDTHS if num_new <= width <= max(1, _MOST_CAPTURED // num_rows)), None)
 
 
 def widest(num_rows: int) -> int:
-    """How many ids a row a captured step takes at most."""
+    """Return the maximum number of ids per row in a captured step."""
     return max(width for width in WIDTHS if width <= max(1, _MOST_CAPTURED // num_rows))
 
 
 class _SlotCache(Cache):
-    """Keys and values of every layer in slots; new ones, at `positions`, are put where `slots` says.
+    """Keys and values of every layer in slots; new ones, at `positions`, go to the slots `slots`.
 
-    Layers that are alike are views of one tensor, so that rows are copied in one go.
+    Layers of the same shape are views of one tensor, so rows are copied in one operation.
     """
 
     def __init__(self, num_rows: int, capacity: int, num_alike: int = 1):
@@ -112,13 +112,13 @@ class _SlotCache(Cache):
         return self._put(keys, key_states), self._put(values, value_states)
 
     def layer(self, index: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The slots of a layer's keys and values, for states like these, of shape `(num_rows, num_heads, …, width)`."""
+        """Return the slots of a layer's keys and values, for states of shape `(num_rows, num_heads, …, width)`."""
         if index == len(self.keys):
             self.add(self.slots_for(key_states), self.slots_for(value_states))
         return self.keys[index][: len(key_states)], self.values[index][: len(key_states)]
 
     def slots_for(self, states: Tensor) -> Tensor:
-        """Empty slots for layers with states like these."""
+        """Create empty slots for layers with such states."""
         return states.new_zeros(self._num_alike, self.num_rows, states.shape[1], self.capacity, states.shape[-1])
 
     def add(self, keys: Tensor, values: Tensor) -> None:
@@ -161,22 +161,22 @@ class _Step:
 class StaticBuffers:
     """The tensors and graphs of one member for up to `num_rows` rows of fewer than `capacity` ids; one user at a time.
 
-    Graphs run on a stream of their own, so that members run side by side.
+    Graphs run on a separate stream, so members run in parallel.
 
     Args:
         member: The member.
-        num_rows: Most rows.
-        capacity: Number of slots a row; the last is for what is no text.
+        num_rows: Maximum number of rows.
+        capacity: Number of slots per row; the last one is for ids that are not text.
         made_for: The fingerprint of the model whose weights the graphs read.
         is_fused: Whether short steps run through the kernels of `fused_model`.
 
     Attributes:
-        holds_logits: Whether the logits of the last step are in a buffer, which the next one writes into.
-        is_spent: Whether there was not enough memory to capture a step, or something failed half-way, such as for want of
-            memory, so that they are used no more.
+        holds_logits: Whether the logits of the last step are in a buffer that the next step overwrites.
+        is_spent: Whether capturing a step ran out of memory, or something else failed halfway. Such buffers are not
+            used again.
 
     Raises:
-        MemberError: If the model is of a kind that cannot be told what to see, or that cannot be fused.
+        MemberError: If the kind of model does not take such masks, or cannot be fused.
     """
 
     def __init__(self, member: MemberModel, num_rows: int, capacity: int, made_for: Any, is_fused: bool = False):
@@ -202,13 +202,13 @@ class StaticBuffers:
         """Start a step.
 
         Args:
-            packed: For each row its new ids, and the position of the first of them: negative ones are no text. Of shape
-                `(num_rows, num_new + 1)`, on the CPU.
-            num_logits: Number of last ids after each of which logits are wanted.
-            last_ids: The only new id of each of the first rows, on the device, if it is not in `packed`.
+            packed: For each row, its new ids and the position of the first one; ids at negative positions are not
+                text. Of shape `(num_rows, num_new + 1)`, on the CPU.
+            num_logits: Number of last ids to return logits for.
+            last_ids: The single new id of each of the first rows, on the device, if it is not in `packed`.
 
         Returns:
-            Logits of shape `(num_rows, num_logits, vocab_size)`; to be read after `wait`, before the next step.
+            Logits of shape `(num_rows, num_logits, vocab_size)`. Read them after `wait`, before the next step.
         """
         with self._context():
             self.wait()
@@ -243,7 +243,7 @@ class StaticBuffers:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Launch on the stream of the steps, after all that has been launched, so that nothing else comes after it."""
+        """Launch on the steps' stream, after everything launched so far, so that other launches do not wait."""
         if self._stream is None:
             yield
             return
@@ -254,7 +254,7 @@ class StaticBuffers:
                 yield
 
     def take(self, other: "StaticBuffers", rows: Sequence[int], into: Sequence[int], length: int) -> None:
-        """Copy the first `length` slots of rows of `other`, which may be this one, into rows `into` of this one."""
+        """Copy the first `length` slots of rows of `other`, possibly this object, into rows `into` of this one."""
         with self._context():
             self.wait()
             other.wait()
@@ -262,7 +262,7 @@ class StaticBuffers:
             self.cache.take(other.cache, there, here, length)
 
     def clear(self) -> None:
-        """Clear the slots: unseen slots must still hold numbers."""
+        """Clear the slots: even unseen slots must hold numbers."""
         with self._context():
             self.wait()
             for held in self.cache.blocks:
@@ -275,7 +275,7 @@ class StaticBuffers:
             try:
                 yield
             except BaseException:
-                # Some layers may have slots and others none.
+                # Some layers may have slots, others not yet.
                 self.is_spent = True
                 raise
 
@@ -295,7 +295,7 @@ class StaticBuffers:
         packed[:, -1] = -num_new
         assert self._stream is not None
         graph = torch.cuda.CUDAGraph()
-        # One step at a time runs, so all may use the same scratch memory.
+        # Only one step runs at a time, so all can use the same scratch memory.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             with capture(graph, self._pool, self._stream):
@@ -322,18 +322,19 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def acquire(self, num_rows: int, capacity: int, made_for: Any = None, is_fused: bool = False) -> StaticBuffers:
-        """Return buffers for one user, who returns them with `release`.
+        """Return buffers for one user, which must be given back with `release`.
 
         Args:
-            num_rows: Least number of rows.
-            capacity: Least number of slots a row.
-            made_for: The fingerprint of the model, for who has taken it in this call.
+            num_rows: Minimum number of rows.
+            capacity: Minimum number of slots per row.
+            made_for: The model's fingerprint, if the caller has already taken it in this call.
             is_fused: Whether short steps run through the kernels of `fused_model`.
         """
         made = made_for or self._member.fingerprint(), is_fused
         with self._lock:
             for buffers in list(self._free):
-                # Graphs read weights where they were, also if buffers come back only after those were replaced.
+                # Graphs read weights at their old addresses, even if buffers come back after the weights were
+                # replaced.
                 fits = num_rows <= buffers.num_rows <= _MOST_SPARE * num_rows
                 if (
                     fits
@@ -344,7 +345,7 @@ class BufferPool:
                     buffers.clear()
                     return buffers
             for buffers in self._free:
-                buffers.wait()  # for a step that ran ahead, because others get their memory
+                buffers.wait()  # for a step that ran ahead, because its memory is about to be reused
             self._free.clear()
         return StaticBuffers(self._member, num_rows, capacity, *made)
 
