@@ -186,7 +186,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         return self.tokenizer.apply_chat_template(conversation, **kwargs)
 
     def restart_member(self, name: str) -> None:
-        """Restart a member that runs elsewhere and has died: its actor is ended and started again.
+        """Restart a member that runs in another process and has died: its actor is ended and started again.
 
         Failed calls are not continued; their text so far is in the error's `written`.
 
@@ -204,7 +204,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
             member.restart()
 
     def close(self) -> None:
-        """End what members have started elsewhere, such as Ray actors.
+        """End what members have started outside this process, such as Ray actors.
 
         These members cannot run until you restart them. The same happens at the end of `with ensemble:`, when nothing
         refers to the ensemble any more, and when the interpreter ends.

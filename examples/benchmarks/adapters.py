@@ -1,7 +1,8 @@
-"""Time and memory of adapters on one model that share its weights, beside the same members with weights of their own.
+"""Time and memory of adapters that share one model's weights, compared with the same members with separate weights.
 
-Adapters with random numbers are made on a model. Both ensembles write the same text by turns, so that they meet the same
-machine. In one the members' rows run in one forward pass a step, in the other each member runs by itself.
+The script makes adapters with random numbers for a model. Both ensembles write the same text in turns, so they run
+under the same conditions. In one, the members' rows share one forward pass per step; in the other, each member runs by
+itself.
 
     python examples/benchmarks/adapters.py [--models MODEL]
 """
@@ -27,8 +28,8 @@ def make_adapters(model: str, folder: Path, count: int) -> list[str]:
 
     Args:
         model: The model's folder or id.
-        folder: Where to.
-        count: How many.
+        folder: The folder to write to.
+        count: Number of adapters.
     """
     places = []
     for number in range(count):
@@ -45,7 +46,7 @@ def make_adapters(model: str, folder: Path, count: int) -> list[str]:
 
 
 def megabytes(ensemble: EnsembleForCausalLM) -> float:
-    """Of all members' weights and buffers, those that are shared once."""
+    """Return the size of all members' weights and buffers, counting shared ones once."""
     return sum(tensor.nbytes for tensor in tensors_of(ensemble.members)) / 1e6
 
 

@@ -1,8 +1,9 @@
-"""Time whole answers: members alone with stock `generate`, one sample after another, and the ensemble that chooses.
+"""Time whole answers: members alone with stock `generate`, sample by sample, and an ensemble that chooses.
 
-Prints, for some prompts, the seconds in which every member writes so many samples: by stock `generate` with
-`num_return_sequences`, one call a sample (the naive way), and as candidates of the ensemble. Then, for each way of choosing,
-the seconds of writing and of everything else (cutting, encoding, choosing), and the share of that.
+For a few prompts, the script prints how many seconds the members take to write all samples: with stock `generate` and
+`num_return_sequences`, with one call per sample (the naive way), and as candidates of the ensemble. Then, for each way
+of choosing, it prints the seconds for writing, the seconds for everything else (cutting, encoding, choosing), and the
+share of the latter.
 
     python examples/benchmarks/answers.py [--models A B] [--prompts 4] [--samples 16] [--tokens 64] [--device cuda]
 """
@@ -44,29 +45,29 @@ def seconds_of(run) -> tuple[float, object]:
 
 
 class Bench:
-    """Some prompts, to which so many samples are written.
+    """Prompts to write samples for.
 
     Args:
         ensemble: The members.
         prompts: The prompts.
-        num_samples: Samples of each member to each prompt.
-        max_new_tokens: Ids of each.
+        num_samples: Samples per member and prompt.
+        max_new_tokens: Ids per sample.
     """
 
     def __init__(self, ensemble: EnsembleForCausalLM, prompts: list[str], num_samples: int, max_new_tokens: int):
         self.ensemble, self.prompts, self.num_samples = ensemble, prompts, num_samples
-        # All write as many, or the times would be of different texts.
+        # All samples have the same length; otherwise the times would be for different texts.
         self.options = {"do_sample": True, "max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
 
     def stock(self, number: int, num_at_once: int) -> None:
-        """Let a member write by its own `generate`, so many samples a call."""
+        """Let a member write with its own `generate`, several samples per call."""
         model, tokenizer = self.ensemble.members[number], self.ensemble.alone(number).tokenizer
         inputs = tokenizer(self.prompts, return_tensors="pt", padding=True).to(model.device)
         for _ in range(self.num_samples // num_at_once):
             model.generate(**inputs, num_return_sequences=num_at_once, **self.options)
 
     def ours(self, make, weights: list[float] | None = None) -> object:
-        """Let the ensemble write and choose; its output."""
+        """Let the ensemble write and choose; return its output."""
         method: AnswersConfig = make(num_candidates=self.num_samples)
         inputs = self.ensemble.tokenizer(self.prompts, return_tensors="pt", padding=True).to(self.ensemble.device)
         return self.ensemble.generate(

@@ -1,8 +1,9 @@
-"""Time a fused step beside the members' own cached steps, in one process, step by step in turn.
+"""Time a fused step and the members' own cached steps, in one process, in turn at every step.
 
-Prints, after texts of each asked length, the members' own steps, their sum, the fused step of each method, its ratio to
-the sum (median and quartiles over the steps), and the naive way: the assistant re-encodes and recomputes the whole text
-at every step, and entries are mixed in Python dictionaries. Then the throughput of a batch of unequal prompts.
+After texts of each requested length, the script prints the members' own steps, their sum, the fused step of each
+method, its ratio to the sum (median and quartiles over the steps), and the naive way: the assistant re-encodes and
+recomputes the whole text at every step, and entries are mixed in Python dictionaries. Then it prints the throughput of
+a batch of prompts of different lengths.
 
     python examples/benchmarks/decode.py [--models A B] [--at 50 500 2000] [--methods unite gac]
 """
@@ -31,12 +32,12 @@ UNEQUAL_PROMPTS = [
     "Die Hauptstadt von Deutschland ist",
 ]
 NUM_STEPS = 24
-"""Steps after each text over which medians are taken."""
+"""Number of steps after each text; medians are over these."""
 
 
 @torch.no_grad()
 def naive_step(ensemble: EnsembleForCausalLM, ids: torch.Tensor, own_primary: float, top_k: int = 10) -> float:
-    """Seconds of one step done naively, at the text `ids`; the primary's cached step is taken as `own_primary`."""
+    """Return the seconds of one naive step after the text `ids`; the primary's cached step counts as `own_primary`."""
     start = time.perf_counter()
     primary, assistant = ensemble.tokenizers
     text = primary.decode(ids[0], skip_special_tokens=True)
@@ -52,7 +53,7 @@ def naive_step(ensemble: EnsembleForCausalLM, ids: torch.Tensor, own_primary: fl
 
 def time_lengths(ensemble: EnsembleForCausalLM, methods: list[str], lengths: list[int], naive_repeats: int) -> None:
     rows = []
-    # No EOS: what is measured is a step, however the text would end.
+    # No EOS: the script measures steps, wherever the text would end.
     settings = {"max_new_tokens": NUM_STEPS + 2, "do_sample": False, "eos_token_id": ensemble.tokenizer.unk_token_id}
     for length in lengths:
         prompt = text_ids(ensemble.tokenizer, length)[None].to(ensemble.device)

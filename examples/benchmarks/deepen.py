@@ -1,14 +1,14 @@
-"""Time, memory and exactness of DeePEn beside GaC.
+"""Time, memory and exactness of DeePEn, compared with GaC.
 
     python examples/benchmarks/deepen.py                           # the two demo models, whole steps
     python examples/benchmarks/deepen.py --tokenizers A B          # the mixing alone, with random embeddings
 
-The first prints a fused step of each method, by turns in one process, then how far DeePEn's distribution is from that
-without a bound on the support, and, for two members with one vocabulary (a model, and itself without its last two
-layers), from the plain average. The second needs no model: logits and embeddings are random, on a GPU if there is one;
-`new` is a step in which no row of the support is kept from before (the worst case), `half` one whose support has one
-half of its ids from the step before and the other half never seen, `kept` one in which all rows are kept.
-Distances are total variation: half the sum of absolute differences.
+The first command prints a fused step of each method, in turn in one process. It then prints the distance of DeePEn's
+distribution from the one without a bound on the support and, for two members with one vocabulary (a model, and the
+same model without its last two layers), from the plain average. The second command needs no model: logits and
+embeddings are random, on a GPU if there is one. In a `new` step, no row of the support is kept from before (the worst
+case); in a `half` step, half the support's ids are from the step before and half were never seen; in a `kept` step,
+all rows are kept. Distances are total variation: half the sum of absolute differences.
 """
 
 import argparse
@@ -43,7 +43,7 @@ PROMPTS = (
 )
 FEW = 4096
 EXACT = 1024
-"""Anchors with which all ids of the demo models are compared: more would take minutes."""
+"""Number of anchors to compare with all ids of the demo models; more would take minutes."""
 NUM_WARM_UP = 5
 """Steps of the mixing alone that are not counted."""
 
@@ -58,7 +58,7 @@ def configs() -> dict[str, GacConfig | DeepenConfig]:
 def time_steps(ensemble: EnsembleForCausalLM, new_tokens: int, rounds: int) -> None:
     """Decode by turns with each method and print a step of each."""
     inputs = ensemble.tokenizer(PROMPTS[1], return_tensors="pt").to(ensemble.device)
-    # No EOS: what is measured is a step, however the text would end.
+    # No EOS: the script measures steps, wherever the text would end.
     settings = {"max_new_tokens": 1 + new_tokens, "do_sample": False, "eos_token_id": ensemble.tokenizer.unk_token_id}
     first: dict[str, list[float]] = {name: [] for name in configs()}
     later: dict[str, list[float]] = {name: [] for name in configs()}

@@ -1,8 +1,8 @@
-"""Time gated decoding: a small gate member that decides alone where it is sure, and a large one that runs elsewhere.
+"""Time gated decoding: a small gate member decides alone where it is sure, and a large member runs only elsewhere.
 
-A text is replayed, whatever the scores, with thresholds that leave several shares of its tokens to all members. Between
-steps the members take one of their own, so that all meet the same machine. Printed beside the mean step: the gate's own
-plus the share times the other's own, which is what it would cost if nothing were wasted.
+The script replays a text, whatever the scores, with thresholds that leave different shares of its tokens to all
+members. Between steps, each member takes a step alone, so all run under the same conditions. Next to the mean step,
+the script prints the cost without any waste: the gate's own step, plus the share times the other member's own step.
 
     python examples/benchmarks/gates.py [--models SMALL LARGE]
     python examples/benchmarks/gates.py --tokenizers FOLDER_OF_LLAMA3 FOLDER_OF_QWEN3

@@ -1,12 +1,12 @@
-"""Ask for JSON by bounded schemas, and count the answers that end by themselves, parse and fit.
+"""Ask for JSON with bounded schemas, and count the answers that end by themselves, parse and match their schema.
 
     python examples/benchmarks/json_answers.py [--models A B] [--answers 200] [--methods unite gac] [--clients 32]
 
-Answers without drafts come from a server, whose requests share a batch; those with drafts (look-up in the text, of
-`--draft-length` entries whether that pays or not) from `generate` with the same grammar, one by one. A fifth of the
-answers are greedy, the others drawn at several temperatures. The last column says how many answers with a budget of
-`--cut` tokens, too few for every schema, ended with `finish_reason` "length". Needs `jsonschema` and `openai` beside the
-extras `serve` and `json`.
+Answers without drafts come from a server, whose requests share a batch. Answers with drafts (look-up in the text, of
+`--draft-length` entries, whether that pays or not) come from `generate` with the same grammar, one by one. A fifth of
+the answers are greedy, the others are sampled at several temperatures. The last column says how many answers with a
+budget of `--cut` tokens, too few for every schema, ended with `finish_reason` "length". Needs `jsonschema` and
+`openai` in addition to the extras `serve` and `json`.
 """
 
 import argparse

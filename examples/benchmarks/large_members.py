@@ -1,12 +1,13 @@
 """Time large members with random weights on one or two GPUs: alone, together with each method, and the naive way.
 
-Members of the shapes 8B (Llama, vocabulary 128,256), 7B (Qwen2, 152,064) or 1B (Llama) in bfloat16. Random weights write
-byte garbage, so every run replays a real text: the chosen ids are overridden after fusion. All variants take turns; the
-tables show medians over the turns with quartiles. `--plot` draws the time of a token against length and batch.
+Members of the shapes 8B (Llama, vocabulary 128,256), 7B (Qwen2, 152,064) or 1B (Llama) in bfloat16. Random weights
+write byte garbage, so every run replays a real text: the script overrides the chosen ids after fusion. All variants
+take turns; the tables show medians over the turns with quartiles. `--plot` draws the time per token by length and
+batch.
 
     python examples/benchmarks/large_members.py --tokenizers FOLDER_OF_LLAMA3 FOLDER_OF_QWEN3 [--devices cuda:0 cuda:1]
 
-With `--members tiny tiny-qwen --devices cpu` it runs without a GPU, to show that it does; steps are not captured there.
+With `--members tiny tiny-qwen --devices cpu`, the script runs without a GPU, as a check; steps are not captured then.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The members of a benchmark: models from folders, or random weights in the shapes of large models.
 
-Imports nothing but public names of `hf_ensemble`, so that `versions.py` can load older versions with it.
+Imports only public names of `hf_ensemble`, so that `versions.py` can load older versions with it.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""What quantising members costs and saves: texts, bits per byte, time of a token, and memory, beside bfloat16.
+"""What quantising members costs and saves: texts, bits per byte, time per token and memory, compared with bfloat16.
 
-Every kind is loaded by itself and writes the same prompts greedily. Texts are compared with those of the first kind: how
-many are equal, and after how many tokens the others differ (median). Bits per byte are the ensemble's (GaC), of each text
-after its first words. Kinds whose package is missing are left out, and named.
+The script loads each kind by itself and continues the same prompts greedily. It compares the texts with those of the
+first kind: how many are equal, and after how many tokens the others differ (median). Bits per byte are those of the
+ensemble (GaC), for each text after its first words. Kinds whose package is missing are named and left out.
 
     python examples/benchmarks/quantized.py [--models A B] [--kinds bfloat16 torchao-int8 bitsandbytes-int4]
 """
@@ -28,7 +28,7 @@ PROMPTS = (PROMPT, QUESTIONS, "The capital of France is", "Water boils at", "Onc
 
 
 def quantisation(kind: str) -> Any:
-    """The configuration of a kind; None for plain weights."""
+    """Return the configuration of a kind; None for plain weights."""
     if kind == "torchao-int8":
         from torchao.quantization import Int8WeightOnlyConfig
         from transformers import TorchAoConfig
@@ -50,7 +50,7 @@ def quantisation(kind: str) -> Any:
 
 
 def megabytes(ensemble: EnsembleForCausalLM) -> float:
-    """Of all members' weights and buffers, those that are shared once."""
+    """Return the size of all members' weights and buffers, counting shared ones once."""
     return sum(tensor.nbytes for tensor in tensors_of(ensemble.members)) / 1e6
 
 

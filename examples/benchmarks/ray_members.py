@@ -1,16 +1,18 @@
-"""Time members in Ray actors beside the same members in this process, turn by turn, and count what travels.
+"""Time members in Ray actors against the same members in this process, in turn, and count the traffic.
 
-Members are ids or folders, by default the two demo models, or random weights in the shapes of large models (`members.py`),
-which need tokenizers. Each is loaded twice, by the same code: here, and in an actor. Every run replays a real text: the
-chosen ids are overridden after fusion, so that all do the same work. Tables show the time of a token, prompt included, and
-the bytes and calls of a step, without the prompt and without what Ray wraps around them.
+Members are ids or folders (by default the two demo models), or random weights in the shapes of large models
+(`members.py`), which need tokenizers. Each is loaded twice by the same code: in this process, and in an actor. Every
+run replays a real text: the script overrides the chosen ids after fusion, so all runs do the same work. Tables show
+the time per token, including the prompt, and the bytes and calls per step, without the prompt and without Ray's
+overhead.
 
     python examples/benchmarks/ray_members.py [--members A B] [--methods unite gac] [--batches 1 8]
     python examples/benchmarks/ray_members.py --members 8B 7B --tokenizers FOLDER_OF_LLAMA3 FOLDER_OF_QWEN3 \
         --dtype bfloat16 --num-gpus 0.5 --new-tokens 128 --methods unite
 
-With `--num-gpus 0.5` two actors share a GPU, and this process uses the same; with `--num-gpus 1` each has one, and this
-process spreads its members over all. It needs Ray (`pip install ray`), and starts it unless `RAY_ADDRESS` names one.
+With `--num-gpus 0.5`, two actors share a GPU, and this process uses the same one. With `--num-gpus 1`, each actor has
+a GPU, and this process spreads its members over all of them. The script needs Ray (`pip install ray`), and starts a
+cluster unless `RAY_ADDRESS` names one.
 """
 
 import argparse

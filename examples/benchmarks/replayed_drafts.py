@@ -1,13 +1,13 @@
-"""Time drafts for large members with random weights on a GPU, with the acceptance that real members had.
+"""Time drafts for large members with random weights on a GPU, with the acceptance of real members.
 
-A 1B drafts for itself and an 8B (Llama shapes, bfloat16). Random weights write byte garbage and agree on nothing, so a
-real text is replayed, and of every draft as many entries are made right as were kept in the rounds that
-`speculation.py --save-acceptance` recorded with real members. Everything else is as in a call: the drafter's steps, the
-members' checks, mixing, choosing, rolling back. Plain decoding and drafts take turns.
+A 1B drafts for itself and an 8B (Llama shapes, bfloat16). Random weights write byte garbage and agree on nothing. So
+the script replays a real text, and makes as many entries of each draft right as were kept in the rounds that
+`speculation.py --save-acceptance` recorded with real members. Everything else is as in a normal call: the drafter's
+steps, the members' checks, mixing, choosing, rolling back. Plain decoding and drafts take turns.
 
     python examples/benchmarks/replayed_drafts.py acceptance.json --tokenizer FOLDER_OF_LLAMA3
 
-With `--members tiny tiny-qwen --device cpu` it runs without a GPU, to show that it does.
+With `--members tiny tiny-qwen --device cpu`, the script runs without a GPU, as a check.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the benchmarks print: where and with what they ran, and Markdown tables, line by line."""
+"""Output of the benchmarks: the machine and versions, and Markdown tables, line by line."""
 
 import platform
 import statistics

@@ -1,8 +1,8 @@
-"""Time the likelihood of a long text: the members alone, the ensemble, and the ensemble step by step, in turns.
+"""Time the likelihood of a long text: the members alone, the ensemble, and the ensemble step by step, in turn.
 
-Prints, for each method, the members' own single forward passes over the text, their sum, `ensemble.score`, its ratio to
-the sum, its forward passes, and the naive way: a `generate` call that is made to write the text, which takes every step
-by itself and keeps its logits.
+For each method, the script prints the members' own single forward passes over the text, their sum, `ensemble.score`,
+its ratio to the sum, its number of forward passes, and the naive way: a `generate` call that is made to write the text
+step by step and keeps its logits.
 
     python examples/benchmarks/score.py [--models A B] [--tokens 500] [--methods gac unite] [--repeats 3]
 """

@@ -1,10 +1,10 @@
-"""Time a server whose clients ask at once against the same requests one after the other, in one run.
+"""Time a server with simultaneous clients against the same requests one by one, in one run.
 
     python examples/benchmarks/serving.py [--models A B] [--clients 16] [--new-tokens 64]
     python examples/benchmarks/serving.py --tokenizers FOLDER_OF_LLAMA3 FOLDER_OF_QWEN3 --clients 32
 
-Requests go through HTTP on this machine, greedy, with prompts of their own; no text ends early. The last column says how
-many texts are those of one after the other (two that differ had a near tie). With `--tokenizers` the members are an 8B
+Requests go over HTTP on this machine. Each is greedy and has its own prompt; no text ends early. The last column says
+how many texts are the same as one by one (two that differ had a near tie). With `--tokenizers` the members are an 8B
 and a 7B with random weights in bfloat16 on a GPU (`--shapes`, `--device`).
 """
 

@@ -1,14 +1,15 @@
-"""Time spans beside the members' own cached steps, in one process, for several span lengths.
+"""Time spans and the members' own cached steps, in one process, for several span lengths.
 
-For every span length: the time of one of the primary's tokens, what that is above the slowest member decoding by itself
-(medians and quartiles over repeats, members' own steps in between), the share of rounds in which all members agreed,
-and forward passes a round. On a CPU the naive way too: the same rounds without any cache.
+For every span length, the script prints the time per token of the primary, how much more that is than the slowest
+member takes alone (medians and quartiles over repeats, with the members' own steps in between), the share of rounds in
+which all members agreed, and the forward passes per round. On a CPU it also prints the naive way: the same rounds
+without any cache.
 
     python examples/benchmarks/spans.py [--models A B] [--lengths 1 2 4 8]
     python examples/benchmarks/spans.py --tokenizers FOLDER_OF_LLAMA3 FOLDER_OF_QWEN3 --lengths 1 4 8 16
 
 With `--tokenizers` the members are an 8B and a 7B with random weights in bfloat16 on a GPU (`--shapes`, `--device`).
-Random weights write byte garbage, so each is pushed along a text of its own: the two never agree, and every round is
+Random weights write byte garbage, so each member is pushed along its own text: the two never agree, and every round is
 scored.
 """
 
@@ -31,7 +32,7 @@ from hf_ensemble import EnsembleForCausalLM, SweetSpanConfig
 NUM_OWN_STEPS = 12
 NUM_PUSHED_IDS = 4096
 WORDS_APART = 7
-"""What lies between the texts along which random weights are pushed."""
+"""Offset in words between the texts that random weights are pushed along."""
 
 
 def own_steps(ensemble: EnsembleForCausalLM, num_steps: int) -> list[float]:

@@ -1,9 +1,9 @@
 """Time drafts: each method with plain decoding, look-up in the text, each member as the drafter, and `auto`, in turn.
 
-Prints seconds a new token (on a CPU: of CPU time), entries drafted and accepted in a round, and the ratio to plain
-decoding; by turns for every prompt, so that all meet the same machine. With `--save-acceptance` what was drafted and
-accepted in every round goes to a file, for a replay elsewhere; `--draft-length` then fixes the length, whether it pays
-here or not.
+The script prints the seconds per new token (on a CPU: of CPU time), the entries drafted and accepted per round, and
+the ratio to plain decoding. All variants take turns for every prompt, so they run under the same conditions.
+`--save-acceptance` writes what was drafted and accepted in every round to a file, for a replay elsewhere;
+`--draft-length` then fixes the length, whether it pays here or not.
 
     python examples/benchmarks/speculation.py [--members A B] [--methods unite gac] [--prompts TEXT ...] [--device cuda]
 """

@@ -1,4 +1,4 @@
-"""What the benchmarks read, and what they make members write."""
+"""Texts that the benchmarks read, and texts that they make members write."""
 
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase

@@ -1,11 +1,12 @@
-"""Compare an older checkout with a newer one: the time of a token and memory, both loaded, strictly in turn.
+"""Compare an older checkout with a newer one: time per token and memory, both loaded, strictly in turn.
 
-Each version lives in a process of its own and waits while the other works; which of a pair is first alternates. On a CPU
-the processor time of a call is measured; on a GPU what passes between two events around it, the host's processor time
-and, in the first pairs, the time of its kernels, with the profiler. Printed for every case: the median of the pairs'
-ratios, new to old, with its 95 % interval (by order statistics), the medians, peak memory (the process on a CPU, what is
-allocated on a GPU), and whether both wrote the same. A case passes where the median is at most 1.02 or the interval holds
-values below it, memory is at most 1.02 times the old, and the texts are equal; the exit code says whether all pass.
+Each version runs in its own process and waits while the other works; the first of a pair alternates. On a CPU, the
+script measures the processor time of a call. On a GPU, it measures the time between two events around the call, the
+host's processor time and, in the first pairs, the time of the call's kernels (with the profiler). For every case it
+prints the median of the pairs' ratios, new to old, with its 95 % interval (by order statistics), the medians, peak
+memory (of the process on a CPU, allocated memory on a GPU), and whether both wrote the same text. A case passes if the
+median is at most 1.02 or the interval holds values below it, memory is at most 1.02 times the old, and the texts are
+equal. The exit code says whether all cases pass.
 
     python examples/benchmarks/versions.py --old CHECKOUT [--new CHECKOUT] [--models A B] [--cases unite gac auto spans]
     python examples/benchmarks/versions.py --old CHECKOUT --tokenizers FOLDER_OF_LLAMA3 FOLDER_OF_QWEN3

@@ -1,7 +1,7 @@
-"""One version of the library, loaded once: `versions.py` starts one of these for each checkout and says when it is its turn.
+"""One version of the library, loaded once: `versions.py` starts one worker per checkout and tells it when to run.
 
-Reads one JSON object a line, which names a case, and answers with one that says what a call cost and wrote. Uses public
-names of `hf_ensemble` only, since the version may be older than this file.
+Each input line is a JSON object that names a case; the answer is a JSON object with the cost and the text of a call.
+Uses only public names of `hf_ensemble`, because the version may be older than this file.
 """
 
 import argparse
@@ -32,7 +32,7 @@ DEFAULT_CASES = ("unite", "gac", "ngram", "auto", "spans")
 NUM_PUSHED_IDS = 4096
 NUM_PROMPT_IDS = 128
 WORDS_APART = 7
-"""What lies between the texts along which random weights are pushed, where members are to disagree."""
+"""Offset in words between the texts that random weights are pushed along, for cases in which members should disagree."""
 
 
 class Runner:

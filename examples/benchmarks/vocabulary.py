@@ -3,9 +3,9 @@
     HF_ENSEMBLE_NPM_TOKENIZERS=.../@lenml python examples/benchmarks/vocabulary.py
     python examples/benchmarks/vocabulary.py --members FOLDER FOLDER --members FOLDER FOLDER FOLDER
 
-Each row runs in a process of its own, with its tokenizers loaded before the clock starts and an empty folder of maps.
-*Extra* is how far the resident memory of the process rises above that at its peak; *processor* is the processor time of
-the cold build, which says more than *cold* where other programs run beside.
+Each row runs in a separate process, with an empty folder of maps; its tokenizers are loaded before the clock starts.
+*Extra* is how far the resident memory of the process then rises at its peak; *processor* is the processor time of the
+cold build, which is more informative than *cold* if other programs run at the same time.
 """
 
 import argparse
@@ -28,7 +28,7 @@ MAX_COLD_SECONDS, MAX_MIB, MAX_DISK_SECONDS = 5.0, 1024, 0.2
 
 
 def measure(folders: list[str]) -> dict[str, float]:
-    """Measure one union vocabulary; the folder of maps has to be empty."""
+    """Measure one union vocabulary; the folder of maps must be empty."""
     tokenizers = [AutoTokenizer.from_pretrained(folder, local_files_only=True) for folder in folders]
     peak = Peak(["cpu"])
     start, cpu = time.perf_counter(), time.process_time()

@@ -1,4 +1,4 @@
-"""What can happen to the stored vocabulary maps: each function brings it about and returns what became of a text."""
+"""What can happen to the stored vocabulary maps: each function causes one fault and returns the resulting text."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Runs a fault in a process of its own, bounded in time and memory, and watches what is opened and executed."""
+"""Run a fault in a separate process with limited time and memory, and watch what it opens and executes."""
 
 import contextlib
 import ctypes

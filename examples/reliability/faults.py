@@ -1,12 +1,12 @@
-"""Let faults happen, one after the other, and look whether each ends as docs/reliability.md promises.
+"""Cause faults one by one, and check that each ends as docs/reliability.md promises.
 
     python examples/reliability/faults.py                        # all of them, on tiny members
     python examples/reliability/faults.py --groups cache memory  # some
 
-Every fault has a process of its own, bounded in time and memory, and a line in the table: what came back, and whether that is
-as promised. The exit code is 1 if something is not. While a hostile folder is loaded, the system tells (inotify) of every
-file that is opened, moved or deleted in a folder beside it which must not be touched, and Python (`sys.addaudithook`) of what is executed. Needs
-Linux.
+Every fault runs in a separate process with limited time and memory, and has a line in the table: the result, and
+whether it is as promised. The exit code is 1 if a promise is broken. While a hostile folder is loaded, the system
+(inotify) reports every file that is opened, moved or deleted in a folder next to it that must not be touched, and
+Python (`sys.addaudithook`) reports what is executed. Needs Linux.
 """
 
 import argparse

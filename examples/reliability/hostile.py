@@ -1,4 +1,4 @@
-"""Folders of members, and saved ensembles, that somebody has made to do harm: each function spoils one thing in a copy."""
+"""Hostile folders of members and saved ensembles: each function spoils one thing in a copy."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the clients of the soak send: good requests with options at random, bad ones, and when they hang up."""
+"""The requests of the soak's clients: good ones with random options, bad ones, and when clients disconnect."""
 
 import json
 import random

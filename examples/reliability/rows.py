@@ -1,4 +1,4 @@
-"""The table that the scripts print, line by line, and whether all of it is as promised."""
+"""The table that the scripts print, line by line, with a count of broken promises."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A server in a process of its own, and what the system says of that process. Needs Linux's `/proc`."""
+"""A server in a separate process, and what the system reports about it. Needs Linux's `/proc`."""
 
 import contextlib
 import multiprocessing

@@ -1,12 +1,12 @@
-"""Let many clients ask a server at once, badly too, and look whether it keeps what docs/reliability.md promises.
+"""Send a server good and bad requests from many clients at once, and check the promises of docs/reliability.md.
 
     python examples/reliability/soak.py                                    # 10,000 requests to tiny members
     python examples/reliability/soak.py --models demo --requests 200       # to the two demo models
     python examples/reliability/soak.py --models FOLDER FOLDER --clients 8 --seed 1
 
-The server is a process of its own that listens on this machine only. Most requests are good and have OpenAI's fields at
-random; some are bad, and some clients hang up. Prints one table; the exit code is 1 if something is not as promised. Needs
-Linux: memory, threads and sockets of the server are read in `/proc`.
+The server is a separate process that listens on this machine only. Most requests are good and have random OpenAI
+fields; some are bad, and some clients disconnect. The script prints one table, and the exit code is 1 if a promise is
+broken. Needs Linux: the server's memory, threads and sockets are read from `/proc`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One client of the soak: sends requests over HTTP on this machine, reads what comes, and hangs up where it is told to."""
+"""A client of the soak: sends requests over HTTP on this machine, reads answers, and disconnects when told to."""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""Two members with random weights that load in an instant: one like GPT-2's tokenizer and Llama, one of other merges and Qwen2."""
+"""Two members with random weights that load in an instant: a Llama and a Qwen2 whose tokenizers have different merges."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -385,7 +385,7 @@ class TokenDecoder:
         return done
 
     def _needed_next(self, num_more: int) -> Tensor | None:
-        """Which members each row needs at the step `num_more` steps after the next one; None if there is none, or unknown."""
+        """Which members each row needs `num_more` steps after the next one; None if no step follows, or if unknown."""
         is_last = self.rows.num_steps + num_more >= self._max_new
         if self._last_plan is None or not self.rows.is_expanded or is_last:
             return None

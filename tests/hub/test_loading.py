@@ -44,7 +44,7 @@ def test_an_error_names_the_entry_that_it_is_about(path, monkeypatch):
     ensemble = EnsembleForCausalLM.from_pretrained(
         [MemberConfig(path=path, name="a"), MemberConfig(path=path, name="b")]
     )
-    names = [ensemble.member_views[n].not_finite("in row 0 at step 1").args[0].split(" gave")[0] for n in range(2)]
+    names = [ensemble.member_views[n].not_finite("in row 0 at step 1").args[0].split(" returned")[0] for n in range(2)]
     assert names == ["member 'a'", "member 'b'"]
 
 
