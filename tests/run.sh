@@ -65,7 +65,7 @@ extra_environment() {
 
 # What xgrammar needs beside these is there, but for a compiler of a gigabyte that it uses on GPUs only.
 json_environment() {
-    extra_environment json jsonschema langchain-huggingface langchain-openai &&
+    extra_environment json jsonschema langchain-huggingface langchain-openai outlines &&
         .venvs/json/bin/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps "xgrammar==0.2.9" "apache-tvm-ffi==0.1.15.post2"
 }
 
@@ -157,7 +157,7 @@ if ! $quick; then
     stage "ray" result_of ray || with_ray=$newest
     with_json=.venvs/json/bin
     stage "json" result_of json || with_json=$newest
-    background grammars $with_json/python -m pytest --quiet tests/serving/test_{json,clients}.py tests/decoding/test_constraints.py tests/test_benchmarks.py -p no:logging -k "json or grammar or matcher or langchain"
+    background grammars $with_json/python -m pytest --quiet tests/serving/test_{json,clients}.py tests/decoding/test_constraints.py tests/test_benchmarks.py -p no:logging -k "json or grammar or matcher or langchain or outlines"
     # One process: each starts its own nodes, and what is measured is whether processes end.
     tests "ray, newest" $with_ray/python -m pytest --quiet tests/ray -p no:logging -m "$without$few_ray"
     stage "grammars, newest" result_of grammars

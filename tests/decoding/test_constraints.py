@@ -112,6 +112,17 @@ def test_xgrammar_is_kept_to(method, drafts, options):
     assert fits(text)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize(("method", "drafts"), [*itertools.product(("unite", "gac"), DRAFTS)])
+def test_outlines_is_kept_to(method, drafts):
+    outlines = pytest.importorskip("outlines")
+    ensemble = made(method=method)
+    model = outlines.from_transformers(ensemble, ensemble.tokenizer)
+    asked = {"max_new_tokens": 60, "do_sample": False, **DRAFTS[drafts]}
+    assert fits(model(PROMPT, outlines.types.JsonSchema(SCHEMA), **asked))
+    assert re.fullmatch("[0-9]{3}", model(PROMPT, outlines.types.Regex("[0-9]{3}"), **asked))
+
+
 @pytest.mark.parametrize(
     "constraint",
     [
