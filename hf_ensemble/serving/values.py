@@ -1,4 +1,4 @@
-"""Values of a request's fields: one of the wrong kind or out of bounds is refused with the field's name."""
+"""Checks of the values in a request: a wrong type, or a value out of bounds, is refused with the field's name."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import ConfigurationError
 
 _TEXTS = ("text", "input_text", "output_text")
-"""Types of the parts of a message that hold text."""
+"""Types of message parts that hold text."""
 
 _OF_THE_SERVER = {
     "add_generation_prompt",
@@ -22,14 +22,14 @@ _OF_THE_SERVER = {
     "tools",
     "truncation",
 }
-"""Arguments of `apply_chat_template` that no request may set."""
+"""Arguments of `apply_chat_template` that requests cannot set."""
 
 
 def integer(body: Mapping[str, Any], name: str, default: Any, least: int, most: int) -> Any:
-    """A whole number, or the default if there is none.
+    """Return a whole number, or the default if the field is missing.
 
     Raises:
-        ConfigurationError: If it is anything else, or out of bounds.
+        ConfigurationError: If the value is anything else, or out of bounds.
     """
     value = body.get(name)
     if value is None:
@@ -40,15 +40,15 @@ def integer(body: Mapping[str, Any], name: str, default: Any, least: int, most: 
 
 
 def is_id(value: Any) -> bool:
-    """Whether a value is a whole number of 64 bits, as ids are."""
+    """Return whether a value is a whole number of 64 bits, as ids are."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def check_number(value: Any, name: str, least: float, most: float) -> None:
-    """Refuse what is no number within these bounds; None is fine.
+    """Refuse anything but a number within these bounds or None.
 
     Raises:
-        ConfigurationError: If the value is none.
+        ConfigurationError: If the value is anything else.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and least <= value <= most):
@@ -56,16 +56,16 @@ def check_number(value: Any, name: str, least: float, most: float) -> None:
 
 
 def check_kind(body: Mapping[str, Any], name: str, kind: type, words: str) -> None:
-    """Refuse a field whose value has another type; None is fine.
+    """Refuse a field whose value has another type and is not None.
 
     Args:
         body: The request.
         name: The field.
         kind: The type.
-        words: What the type is called, such as "a text".
+        words: Name of the type in the error, such as "a text".
 
     Raises:
-        ConfigurationError: If the type is another one.
+        ConfigurationError: If the value has another type.
     """
     value = body.get(name)
     if value is not None and not isinstance(value, kind):
@@ -73,15 +73,15 @@ def check_kind(body: Mapping[str, Any], name: str, kind: type, words: str) -> No
 
 
 def check_sampling(body: Mapping[str, Any]) -> None:
-    """Refuse values that no endpoint can sample with.
+    """Refuse sampling options that no endpoint can use.
 
     Raises:
-        ConfigurationError: If there is one.
+        ConfigurationError: If an option is out of bounds or of another type.
     """
     check_kind(body, "stream", bool, "true or false")
     check_number(body.get("temperature"), "temperature", 0, 2)
     check_number(body.get("top_p"), "top_p", 0, 1)
-    # The stock server makes it a repetition penalty of 1 more.
+    # The stock server adds 1 and uses it as a repetition penalty.
     check_number(body.get("frequency_penalty"), "frequency_penalty", -0.9, 2)
     given = body.get("generation_config")
     if given is not None:
@@ -94,14 +94,14 @@ def check_sampling(body: Mapping[str, Any]) -> None:
 
 
 def read_logit_bias(body: Mapping[str, Any], vocab_size: int) -> dict[tuple[int], float]:
-    """The biases of a request, by id, as `generate` takes them.
+    """Return the biases of a request, by id, as `generate` takes them.
 
     Args:
         body: The request.
         vocab_size: Number of ids of the primary.
 
     Raises:
-        ConfigurationError: If there is no such id, or a bias is no number from -100 to 100.
+        ConfigurationError: If an id does not exist, or a bias is not a number from -100 to 100.
     """
     check_kind(body, "logit_bias", dict, "an object with ids and numbers")
     found = {}
@@ -116,14 +116,14 @@ def read_logit_bias(body: Mapping[str, Any], vocab_size: int) -> dict[tuple[int]
 
 
 def check_conversation(body: Mapping[str, Any], name: str) -> None:
-    """Refuse turns that nobody can read, and what goes with them.
+    """Refuse malformed turns, tools and template arguments.
 
     Args:
         body: The request.
         name: The field that holds the turns: `messages` or `input`.
 
     Raises:
-        ConfigurationError: If there is one.
+        ConfigurationError: If one is malformed.
     """
     turns = body.get(name)
     if not isinstance(turns, (str, type(None))) or name == "messages":
@@ -137,7 +137,7 @@ def check_conversation(body: Mapping[str, Any], name: str) -> None:
             continue
         check_kind(turn, "role", str, f"a text in `{where}`")
         content = turn.get("content")
-        # An assistant may have called a function and said nothing.
+        # An assistant may have called a function without writing text.
         if content is None and "role" in turn and turn["role"] != "assistant":
             raise ConfigurationError(f"`{where}` has no `content`: {turn!r:.100}.")
         if isinstance(content, list):
