@@ -59,7 +59,7 @@ def _own_code(folder: Path, canary: Path, file: str, **changes: Any) -> None:
     edited(folder / file, **changes)
 
 
-HARMLESS = ("code of its own beside a known model type",)
+HARMLESS = ("code of its own beside a known model type", "tokenizer_config.json that names files elsewhere")
 """What is loaded, since nothing of it has to be looked at."""
 
 _CLASSES = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}
@@ -93,6 +93,9 @@ MEMBERS: dict[str, Callable[[Path, Path], Any]] = {
         (2**60).to_bytes(8, "little") + b"{}"
     ),
     "weights that are not all there": lambda f, c: _some_weights(f),
+    HARMLESS[1]: lambda f, c: edited(
+        f / "tokenizer_config.json", tokenizer_file=str(c / "secret.txt"), vocab_file=str(c / "secret.txt")
+    ),
     "tokenizer.json nested 100,000 deep": lambda f, c: _appended(f / "tokenizer.json", f'"x": {DEEP}'),
     "tokenizer.json with the id 4294967000": lambda f, c: _tokenizer(
         f, lambda t: t["model"]["vocab"].update({"<x>": 4294967000})

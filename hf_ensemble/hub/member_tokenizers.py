@@ -2,6 +2,8 @@
 
 import difflib
 import inspect
+import json
+import re
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -12,6 +14,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from .. import messages
 from ..config import MemberConfig
 from ..errors import ConfigurationError, VocabularyError
+from ..vocabulary.token_bytes import check_holes
 from .finding import source_options
 from .member_files import check_folder
 from .references import HUB_OPTIONS, Place, hub_options, name_of
@@ -33,6 +36,9 @@ _OF_LOADING = {
     *HUB_OPTIONS,
 }
 """Options of loading, which leave no trace in the tokenizer."""
+
+_LARGE_NUMBER = re.compile(rb'":\s*\d{7}')
+"""What a tokenizer.json with an id of at least a million holds; reading all of a file takes longer than looking for it."""
 
 _MOST_PADDING = 1 << 24
 """Limit on the ids to which a tokenizer pads every text by itself."""
@@ -70,7 +76,9 @@ def load_tokenizer(
     options |= item.tokenizer_kwargs or {}
     key = str(source), repr(options)
     if key not in known:
-        check_folder(f"the tokenizer of member {name_of(item)!r}", Path(str(source), options.get("subfolder") or ""))
+        folder = Path(str(source), options.get("subfolder") or "")
+        check_folder(f"the tokenizer of member {name_of(item)!r}", folder)
+        _check_ids(item, folder / "tokenizer.json")
         known[key] = _read_tokenizer(item, source, {**options, **hub})
         _check_options(item, known[key])
         _check_padding(item, known[key])
@@ -95,6 +103,18 @@ def _read_tokenizer(item: MemberConfig, source: Any, options: dict[str, Any]) ->
     if len(tokenizer) == 0:
         raise VocabularyError(f"member {name_of(item)!r} has an empty tokenizer. {_REMEDY}")
     return tokenizer
+
+
+def _check_ids(item: MemberConfig, file: Path) -> None:
+    """Refuse a tokenizer.json with a far too large id: some versions of `transformers` list all ids up to it."""
+    if not file.is_file() or _LARGE_NUMBER.search(data := file.read_bytes()) is None:
+        return
+    try:
+        vocab = json.loads(data)["model"]["vocab"]
+        highest = max(i for i in vocab.values() if isinstance(i, int))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return  # no such vocabulary, or no tokenizer: loading it tells
+    check_holes(name_of(item), len(vocab), highest)
 
 
 def _check_options(item: MemberConfig, tokenizer: PreTrainedTokenizerBase) -> None:

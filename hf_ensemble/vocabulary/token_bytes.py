@@ -31,6 +31,24 @@ _MOST_HOLES = 1 << 20
 """Limit on ids without a token, each of which costs time and memory."""
 
 
+def check_holes(name: str, num_tokens: int, highest_id: int) -> None:
+    """Refuse a tokenizer with so many ids without a token that every list over ids takes all memory.
+
+    Args:
+        name: Name used in errors.
+        num_tokens: Number of its tokens.
+        highest_id: The highest id that has a token.
+
+    Raises:
+        VocabularyError: If there are more than the limit.
+    """
+    if highest_id >= num_tokens + _MOST_HOLES:
+        raise VocabularyError(
+            f"the tokenizer of {name!r} has {num_tokens} tokens, but ids up to {highest_id}. The limit is {_MOST_HOLES} ids "
+            "without a token. Its tokenizer.json is damaged: get it again from a source that you trust."
+        )
+
+
 class TokenBytes:
     """The bytes that each id of one tokenizer writes in the middle of a text.
 
@@ -86,11 +104,7 @@ class TokenBytes:
             # Ids with holes go beyond the count of tokens.
             ids = self.backend.get_vocab(with_added_tokens=True).values()
             end = max(ids) + 1
-            if end - size > _MOST_HOLES:
-                raise VocabularyError(
-                    f"the tokenizer of {self.name!r} has {size} tokens, but ids up to {end - 1}. The limit is "
-                    f"{_MOST_HOLES} ids without a token. Its tokenizer.json is damaged: get it again from a source that you trust."
-                )
+            check_holes(self.name, size, end - 1)
             tokens += map(self.backend.id_to_token, range(size, end))
         num_ids = len(tokens) if num_ids is None else num_ids
         num_rowless = sum(1 for token in tokens[num_ids:] if token is not None)
