@@ -172,7 +172,10 @@ def test_damaged_weights_are_named(damage, member):
             lambda t: t["model"]["vocab"].update({"<x>": 2**32 - 9}),
             "ids up to 4294967287. The limit is 1048576 ids without",
         ),
-        (lambda t: t["model"]["vocab"].update({"<x>": 10**12}), "ids up to 1000000000000. The limit is 1048576 ids without"),
+        (
+            lambda t: t["model"]["vocab"].update({"<x>": 10**12}),
+            "ids up to 1000000000000. The limit is 1048576 ids without",
+        ),
         (lambda t: t.update(padding={**PADDING, "strategy": {"Fixed": 10**10}}), "pads every text to 10000000000 ids"),
         (
             lambda t: t.update(padding={**PADDING, "pad_to_multiple_of": 10**10}),
