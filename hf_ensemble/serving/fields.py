@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from .limits import Limits
-from .values import check_conversation, check_kind, check_sampling, integer, is_id
+from .values import check_conversation, check_kind, check_of_all, integer, is_id
 
 _MOST_CHOICES = 128
 """Largest number of answers to one prompt, as in OpenAI's API."""
@@ -111,7 +111,7 @@ def read_fields(body: Mapping[str, Any], is_chat: bool, limits: Limits) -> Asked
         ConfigurationError: If a field is not supported, or invalid.
     """
     _refuse(body, _OF_BOTH | (_OF_CHAT if is_chat else _OF_COMPLETIONS))
-    check_sampling(body)
+    check_of_all(body)
     if is_chat:
         check_conversation(body, "messages")
     for name, kind, words in (("stream_options", dict, "an object"), ("suffix", str, "a text")):
@@ -149,7 +149,7 @@ def refuse_of_responses(body: Mapping[str, Any], limits: Limits) -> None:
     Raises:
         ConfigurationError: If there is one.
     """
-    check_sampling(body)
+    check_of_all(body)
     check_conversation(body, "input")
     check_kind(body, "instructions", str, "a text")
     integer(body, "seed", None, -_MOST_SEED, _MOST_SEED - 1)

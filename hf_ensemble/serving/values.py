@@ -72,12 +72,16 @@ def check_kind(body: Mapping[str, Any], name: str, kind: type, words: str) -> No
         raise ConfigurationError(f"`{name}` has to be {words}, but is {value!r:.60}.")
 
 
-def check_sampling(body: Mapping[str, Any]) -> None:
-    """Refuse sampling options that no endpoint can use.
+def check_of_all(body: Mapping[str, Any]) -> None:
+    """Refuse values of fields that every endpoint has, and text that is not Unicode.
 
     Raises:
         ConfigurationError: If an option is out of bounds or of another type.
     """
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError("the request holds text that is not Unicode: half of a surrogate pair.") from error
     check_kind(body, "stream", bool, "true or false")
     check_number(body.get("temperature"), "temperature", 0, 2)
     check_number(body.get("top_p"), "top_p", 0, 1)

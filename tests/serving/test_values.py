@@ -34,6 +34,7 @@ OF_BOTH = [
     ({"stream": True, "stream_options": "x"}, "`stream_options` has to be an object"),
     ({"n": 1.0}, "`n` has to be a whole number"),
     ({"stop": 7}, "`stop` has"),
+    ({"stop": ["\ud800"]}, "text that is not Unicode"),
 ]
 OF_CHAT = [
     ({"messages": "x"}, "`messages` has to be a list of turns"),
@@ -52,6 +53,7 @@ OF_RESPONSES = [
     ({"seed": 1.5}, "`seed` has to be a whole number"),
     ({"temperature": 3}, "`temperature` has"),
     ({"instructions": 3}, "`instructions` has to be a text"),
+    ({"input": "\ud800 x"}, "text that is not Unicode"),
     ({"input": 3}, "`input` has to be a list of turns"),
     ({"input": [{"type": "input_image", "image_url": "x"}]}, "`input[0].type='input_image'` is not"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "`input[0].content[0].type='input_file'`"),
@@ -65,19 +67,19 @@ def refuses(words):
     return pytest.raises(ConfigurationError, match=re.escape(words))
 
 
-@pytest.mark.parametrize(("fields", "words"), [*OF_BOTH, *OF_CHAT], ids=str)
+@pytest.mark.parametrize(("fields", "words"), [*OF_BOTH, *OF_CHAT], ids=ascii)
 def test_chat_refuses_by_name(fields, words):
     with refuses(words):
         read_fields({"messages": MESSAGES, **fields}, True, Limits())
 
 
-@pytest.mark.parametrize(("fields", "words"), [*OF_BOTH, ({"suffix": 3}, "`suffix` has to be a text")], ids=str)
+@pytest.mark.parametrize(("fields", "words"), [*OF_BOTH, ({"suffix": 3}, "`suffix` has to be a text")], ids=ascii)
 def test_completions_refuse_by_name(fields, words):
     with refuses(words):
         read_fields({"prompt": "The cat", **fields}, False, Limits())
 
 
-@pytest.mark.parametrize(("fields", "words"), OF_RESPONSES, ids=str)
+@pytest.mark.parametrize(("fields", "words"), OF_RESPONSES, ids=ascii)
 def test_responses_refuse_by_name(fields, words):
     with refuses(words):
         refuse_of_responses({"input": "The cat", **fields}, Limits())
