@@ -44,12 +44,12 @@ def fused_model(member: MemberModel, kernels: Any = None) -> Any:
     num_layers = 0
     for part in twin.modules():
         if type(part) in attentions:
-            vars(part)["forward"] = functools.partial(_attention, part, kernels, _window(part))
+            _run_by(part, _attention, kernels, _window(part))
             num_layers += 1
         elif type(part) in norms:
-            vars(part)["forward"] = functools.partial(_norm, part, kernels)
-        elif type(part) is torch.nn.Linear and type(part.weight) is torch.nn.Parameter:
-            vars(part)["forward"] = functools.partial(_linear, part, kernels)
+            _run_by(part, _norm, kernels)
+        elif type(part) is torch.nn.Linear and _is_plain(part.weight):
+            _run_by(part, _linear, kernels)
     if num_layers != model.config.get_text_config(decoder=True).num_hidden_layers:
         raise MemberError(f"not all of its layers have the attention of {', '.join(_KNOWN.values())}")
     return twin
@@ -82,6 +82,25 @@ def _twin(module: torch.nn.Module, made: dict[int, Any]) -> Any:
             name: None if part is None else _twin(part, made) for name, part in vars(module)["_modules"].items()
         }
     return made[id(module)]
+
+
+def _run_by(module: Any, forward: Any, *settings: Any) -> None:
+    """Let a module run by another forward, which gets the module and `settings` first."""
+    # Not by a forward of its own: that would be a cycle, and keep the weights until the garbage collector comes.
+    vars(module)["_settings"] = settings
+    module.__class__ = _class_run_by(type(module), forward)
+
+
+@functools.cache
+def _class_run_by(kind: Any, forward: Any) -> Any:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *self._settings, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": run})
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return type(weight) is torch.nn.Parameter and weight.is_contiguous()
 
 
 def _window(attention: Any) -> int | None:

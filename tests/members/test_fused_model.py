@@ -3,6 +3,7 @@
 import importlib
 import os
 import types
+import weakref
 
 import pytest
 import torch
@@ -156,6 +157,11 @@ def test_the_model_stays_as_it_is_and_shares_its_weights(on_cpu):
     assert {name: (type(part), sorted(vars(part))) for name, part in model.named_modules()} == before
     shared = dict(model.named_parameters())
     assert {name for name, weight in twin.named_parameters() if weight is shared[name]} == set(shared)
+
+
+def test_what_shares_the_weights_goes_with_its_last_user(on_cpu):
+    twin = weakref.ref(fusing.fused_model(LocalMember(KINDS["gemma3"](contracts.small()), contracts.small())))
+    assert twin() is None  # without the garbage collector
 
 
 def test_hooks_of_the_model_run_in_fused_steps(on_cpu):
