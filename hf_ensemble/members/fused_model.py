@@ -88,7 +88,8 @@ def _run_by(module: Any, forward: Any, *settings: Any) -> None:
     """Let a module run by another forward, which gets the module and `settings` first."""
     # Not by a forward of its own: that would be a cycle, and keep the weights until the garbage collector comes.
     vars(module)["_settings"] = settings
-    module.__class__ = _class_run_by(type(module), forward)
+    kind: Any = type(module)
+    module.__class__ = _class_run_by(kind, forward)
 
 
 @functools.cache
