@@ -108,7 +108,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
       hf-ensemble inspect --members model-a model-b
       hf-ensemble inspect --members my-ensemble --text prompts.txt --json
     """
-    parser.add_argument("--text", metavar="FILE", help="text like those to be written, whose words are cut")
+    parser.add_argument("--text", metavar="FILE", help="text like those to be written; the report looks at its words")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -135,13 +135,19 @@ def _select(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("scores, given or measured").add_argument
     add("--scores", nargs="+", type=float, metavar="POINTS", help="one per candidate, in percent")
     add("--responses", nargs="+", metavar="FILE", help="one per candidate, to compare their lengths")
-    add("--mean-lengths", nargs="+", type=float, metavar="LENGTH", help="one a candidate")
+    add("--mean-lengths", nargs="+", type=float, metavar="LENGTH", help="one per candidate")
     add("--examples", metavar="FILE", help="development set to run every candidate on")
     add("--metric", choices=METRICS, help="how an answer is compared with its reference")
     _add_batch_size(add)
     add = parser.add_argument_group("limits").add_argument
     add("--max-members", type=int, metavar="N", help="default: no limit")
-    add("--max-gap", type=float, default=10.0, metavar="POINTS", help="below the best; default: 10")
+    add(
+        "--max-gap",
+        type=float,
+        default=10.0,
+        metavar="POINTS",
+        help="maximum number of points below the best; default: 10",
+    )
     add("--max-length-ratio", type=float, default=2.0, metavar="RATIO", help="default: 2")
     add("--save", metavar="FOLDER", help="save an ensemble of the chosen members there, with the best as the primary")
 
@@ -162,21 +168,21 @@ def _eval(parser: argparse.ArgumentParser) -> None:
       {"prompt": "2 + 2 =", "reference": "4"}                             as the first
       {"text": "Once upon a time"}                                        bits per byte
     """
-    add = parser.add_argument_group("what is evaluated").add_argument
+    add = parser.add_argument_group("evaluation").add_argument
     add(
         "--data",
         nargs="+",
         action="append",
         required=True,
         metavar=("FILE", "WORKED"),
-        help="examples, and a file of worked examples that are put before each; can be repeated",
+        help="examples, and a file of worked examples that precede each of them; can be repeated",
     )
     add(
         "--also",
         nargs="+",
         default=[],
         metavar="METHOD[:KEY=VALUE,…][@WEIGHT,…]",
-        help="further methods, each a row of the table",
+        help="more methods, each a row of the table",
     )
     add("--no-members", action="store_true", help="leave out the single members")
     add(
@@ -186,9 +192,9 @@ def _eval(parser: argparse.ArgumentParser) -> None:
         default=list(DEFAULT_MEASURES),
         help="default: all but chrF and BLEU, which need sacrebleu",
     )
-    add("--limit", type=int, metavar="N", help="most examples of a file")
+    add("--limit", type=int, metavar="N", help="maximum number of examples from a file")
     add("--skip-damaged", action="store_true", help="skip examples of unknown form")
-    add = parser.add_argument_group("how it runs").add_argument
+    add = parser.add_argument_group("run").add_argument
     add("--max-new-tokens", type=int, default=32, metavar="N", help="per answer; default: 32")
     _add_batch_size(add)
     add("--state-file", metavar="FILE", help="keeps finished work, so that the same command continues it")
@@ -214,15 +220,15 @@ def _advise(parser: argparse.ArgumentParser) -> None:
 
     The file has the forms that `hf-ensemble eval` takes, with at least 20 examples, better a few hundred.
     """
-    add = parser.add_argument_group("what is tried").add_argument
+    add = parser.add_argument_group("trial").add_argument
     add(
         "--data",
         nargs="+",
         required=True,
         metavar=("FILE", "WORKED"),
-        help="examples, optionally with a file of worked examples that are put before each",
+        help="examples, optionally with a file of worked examples that precede each of them",
     )
-    add("--limit", type=int, metavar="N", help="most examples of the file")
+    add("--limit", type=int, metavar="N", help="maximum number of examples from the file")
     add("--marking", choices=("text", "number"), default="text", help="how answers are compared; default: text")
     add("--measure", choices=DEFAULT_MEASURES, help="default: exact match, accuracy, or bits per byte of texts")
     add(
@@ -237,9 +243,9 @@ def _advise(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.01,
         metavar="GAIN",
-        help="gain that is worth it; default: 0.01, one point",
+        help="smallest gain worth having; default: 0.01, one point",
     )
-    add = parser.add_argument_group("how it runs").add_argument
+    add = parser.add_argument_group("run").add_argument
     add("--minutes", type=float, default=10.0, metavar="MINUTES", help="time limit, not counting loading; default: 10")
     add("--max-new-tokens", type=int, default=32, metavar="N", help="per answer; default: 32")
     _add_batch_size(add)
@@ -260,15 +266,21 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="localhost", help="default: localhost")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 for any free port")
     parser.add_argument("--name", help="model name that clients use (default: the members' names, joined by +)")
-    parser.add_argument("--enable-cors", action="store_true", help="allow pages of other hosts to ask")
+    parser.add_argument("--enable-cors", action="store_true", help="allow requests from web pages of other hosts")
     parser.add_argument("--log-level", default="info", choices=["error", "warning", "info", "debug"])
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the key of clients")
     add = parser.add_argument_group("limits").add_argument
-    add("--max-batch", type=int, help="texts written together (default: 32)")
-    add("--max-waiting", type=int, help="texts that may wait; more is a 503 (default: 256)")
-    add("--max-new-tokens", type=int, help="most tokens per request; more is a 400 (default: 4096)")
-    add("--max-seconds", type=float, help="most seconds per request; more is a 504 (default: 600)")
-    add("--max-body-bytes", type=int, help="most bytes of a request body; more is a 413 (default: 1048576)")
+    add("--max-batch", type=int, help="maximum number of texts written together (default: 32)")
+    add("--max-waiting", type=int, help="maximum number of waiting texts; any more get a 503 (default: 256)")
+    add("--max-new-tokens", type=int, help="maximum number of tokens per request; more get a 400 (default: 4096)")
+    add(
+        "--max-seconds", type=float, help="maximum number of seconds per request; longer ones get a 504 (default: 600)"
+    )
+    add(
+        "--max-body-bytes",
+        type=int,
+        help="maximum number of bytes in a request body; larger ones get a 413 (default: 1048576)",
+    )
 
 
 # Arguments that several commands take
@@ -283,7 +295,7 @@ def _add_members(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="Hub ids or paths, the primary first, or one saved ensemble",
     )
-    add("--dtype", nargs="+", help="of the weights: one, or one per member")
+    add("--dtype", nargs="+", help="dtype of the weights: one, or one per member")
     add("--device-map", nargs="+", help="device of the weights: one, or one per member")
     add("--revision", nargs="+", help="branch, tag or commit on the Hub: one, or one per member")
     add(
@@ -304,7 +316,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("prompts").add_argument
     add("prompt", nargs="*", metavar="PROMPT", help="texts, before `--members` (default: all of stdin as one)")
-    add("--file", help="a file to read instead")
+    add("--file", help="file to read the prompts from instead")
     add("--lines", action="store_true", help="each line of the file, or of stdin, is a prompt")
 
 
@@ -321,7 +333,7 @@ def _add_pairs(add: Any, name: str, what: str) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sampling (greedy decoding without any of these)").add_argument
-    add("--sample", action="store_true", help="draw tokens")
+    add("--sample", action="store_true", help="sample tokens")
     add("--temperature", type=float, metavar="T")
     add("--top-k", type=int, metavar="K")
     add("--top-p", type=float, metavar="P")
@@ -335,7 +347,7 @@ def _add_batch_size(add: Any, what: str = "") -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="JSON instead of text")
-    add("--output", metavar="FILE", help="write there, once everything is done (default: stdout)")
+    add("--output", metavar="FILE", help="file to write when everything is done (default: stdout)")
 
 
 _COMMANDS: tuple[tuple[Callable[[argparse.ArgumentParser], None], ...], ...] = (

@@ -77,7 +77,7 @@ def build_app(
     Args:
         ensemble: The ensemble; it is not changed.
         name: Model name for clients. Default: the members' names, joined by `+`.
-        enable_cors: Whether pages of other hosts may ask.
+        enable_cors: Whether web pages of other hosts may send requests.
         limits: The limits. Default: `Limits()`.
         api_key: The key that clients have to send. Default: none.
 
@@ -190,7 +190,7 @@ def serve(
         host: Address to listen on.
         port: Port to listen on; 0 for any free port.
         name: Model name for clients. Default: the members' names, joined by `+`.
-        enable_cors: Whether pages of other hosts may ask.
+        enable_cors: Whether web pages of other hosts may send requests.
         log_level: Of the server.
         limits: The limits. Default: `Limits()`.
         api_key: The key that clients have to send. Default: none, with a warning if other machines can reach the
