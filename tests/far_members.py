@@ -49,6 +49,7 @@ class FarRows(CachedRows):
     """Rows of a far member: they pass on what is asked of them, and keep count of what travels."""
 
     mode = "far"
+    run_beside = True
 
     def __init__(self, member, inner):
         super().__init__(len(inner.cached))

@@ -81,7 +81,8 @@ class LiveRows:
             if method.num_entries is not None and members[index].sends_entries(needs_whole_rows)
         }
         self._few = FewEntries(members, method, self.states, listed, self._num_rows)
-        self._begun: dict[int, list[int]] = {}  # indices of members whose step was started ahead of the loop
+        # By member: the step that was started ahead of the loop, and for which places. It may turn out not to be needed.
+        self._begun: dict[int, tuple[int, list[int]]] = {}
         self._silent_ids = silent_ids
         self._warned_control: set[int] = set()
         self._warned_lossy: set[int] = set()
@@ -164,7 +165,7 @@ class LiveRows:
         return self._few.normalizers
 
     def _start(self, index: int, places: list[int]) -> None:
-        if self._begun.pop(index, None) == places:
+        if self._begun.pop(index, None) == (self.num_steps, places):
             return
         if index in self._sparse:
             assert self._method.num_entries is not None
@@ -234,7 +235,7 @@ class LiveRows:
             is_begun_elsewhere = index == 0 and self.members[0].runs_in_loop
             if places and not is_begun_elsewhere and self._runs_beside(index):
                 self._start(index, places)
-                self._begun[index] = places
+                self._begun[index] = self.num_steps, places
 
     def _runs_beside(self, index: int) -> bool:
         return self.states[index].caches.run_beside

@@ -158,6 +158,33 @@ def test_without_a_normalizer_processors_see_that_of_the_others(monkeypatch):
     torch.testing.assert_close(seen[0].gather(1, best), output.logits[0].gather(1, best) + level)
 
 
+def test_a_step_started_ahead_does_not_count_for_a_later_one():
+    """The member cannot read the first byte of "é", so the step that was started after it is not used."""
+    tokenizers = [tiny.smol_like(), tiny.unigram(byte_fallback=False)]
+    models = [tiny.tiny_llama(tokenizers[0], seed=1), tiny.tiny_gemma3(tokenizers[1], seed=2)]
+    ids = tokenizers[0].convert_tokens_to_ids(["a", "Ã", "©", "c", "c"])
+
+    def logits(far):
+        ensemble = far_ensemble(models, tokenizers, far, method="unite")
+        steps = iter(ids)
+
+        def raised(logits):
+            return logits + 50.0 * torch.nn.functional.one_hot(torch.tensor(next(steps)), logits.shape[-1])
+
+        options = {"max_new_tokens": len(ids), "return_dict_in_generate": True, "output_logits": True}
+        inputs = ensemble.tokenizer("The cat", return_tensors="pt")
+        with (
+            changed_logits(models[0], raised),
+            pytest.warns(UserWarning, match="'member 1' does not read the text exactly"),
+        ):
+            output = ensemble.generate(**inputs, **options, do_sample=False)
+        assert output.sequences[0, -len(ids) :].tolist() == ids
+        return output.logits
+
+    for found, expected in zip(logits((1,)), logits(()), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_far_member_that_gives_nan_is_named(value, monkeypatch):
     _, ensemble = both("smol+gemma", (1,))
