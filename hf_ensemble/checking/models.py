@@ -55,9 +55,7 @@ def check_model(member: Member) -> Iterator[Finding]:
 
 
 def _check_steps(member: LocalMember) -> Iterator[Finding]:
-    is_gpu = member.device.type == "cuda"
-    best = next(mode for mode in member.cache_modes if is_gpu or mode not in CAPTURED_MODES)
-    mode = member.cache_mode
+    best, mode = member.modes_of_device[0], member.cache_mode
     if mode == best:
         return
     reasons = "; ".join(f"{name}: {reason}" for name, reason in member.cache_obstacles.items())

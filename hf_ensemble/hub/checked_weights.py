@@ -15,20 +15,11 @@ from transformers.utils.hub import cached_files
 from ..config import MemberConfig
 from ..errors import ConfigurationError
 from .finding import model_class
-from .member_files import check_json
+from .member_files import LAYERS, check_json
 from .references import Place, name_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "num_decoder_layers",
-    "encoder_layers",
-    "decoder_layers",
-)
-_BITS = 8
+_WEIGHTS_PER_BYTE = 8
 """Maximum number of weights per byte."""
 _SLACK = 1 << 20
 """Weights that files may omit: they are computed, or equal to other weights."""
@@ -67,7 +58,7 @@ def check_weights(item: MemberConfig, config: PreTrainedConfig, hub: Mapping[str
         num_weights = sum(weight.numel() for weight in model.parameters())
     except Exception as error:
         raise ConfigurationError(f"{name}: no model can be made from its config.json: {error}") from error
-    if num_weights > _BITS * size + _SLACK:
+    if num_weights > _WEIGHTS_PER_BYTE * size + _SLACK:
         raise ConfigurationError(
             f"{name}: its config.json describes {num_weights} weights, but its files have {size} bytes. {remedy}."
         )
@@ -110,4 +101,4 @@ def _parts(values: Any) -> Iterator[dict[str, Any]]:
 
 
 def _layers(part: dict[str, Any]) -> Iterator[int]:
-    return (part[key] for key in _LAYERS if isinstance(part.get(key), int))
+    return (value for key, value in part.items() if LAYERS.search(str(key)) and isinstance(value, int))

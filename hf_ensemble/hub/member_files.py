@@ -16,8 +16,11 @@ from ..errors import ConfigurationError
 _MOST_BYTES = 64 << 20
 _MOST_DEPTH = 64
 
+LAYERS = re.compile(r"(^|_)(n_layers?|num_layers|num_\w*_layers|encoder_layers|decoder_layers)$")
+"""Names of a number of layers in a configuration."""
+
 _MOST = (
-    (re.compile(r"(^|_)(n_layers?|num_layers|num_\w*_layers|encoder_layers|decoder_layers)$"), 10_000),
+    (LAYERS, 10_000),
     (re.compile(r"experts$"), 100_000),
     (re.compile(r"^num_(beams|beam_groups|return_sequences)$"), 10_000),
     (re.compile(r"(^|_)vocab_size$"), 2**31 - 1),

@@ -24,7 +24,6 @@ _PYTHON_TOKENIZERS = {"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer"}
 
 _REMEDY = "Set `MemberConfig(tokenizer=...)`, or pass `tokenizers=[...]` with one per member."
 
-
 _OF_LOADING = {
     "use_fast",
     "tokenizer_type",
@@ -56,7 +55,8 @@ def load_tokenizer(
         known: Tokenizers that have been loaded, by where they lie, for others to share. Extended in place.
 
     Raises:
-        VocabularyError: If there is none.
+        VocabularyError: If there is none, or it cannot be used.
+        ConfigurationError: If its files could do harm, or it has no such option as `tokenizer_kwargs` names.
     """
     if isinstance(given, PreTrainedTokenizerBase):
         return given

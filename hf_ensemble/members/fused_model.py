@@ -18,19 +18,18 @@ _KNOWN = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qw
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
 
-def fused_model(member: MemberModel, kernels: Any = None) -> Any:
-    """Make a model with a member's weights that runs attention, norms and products with a single vector as `kernels`.
+def fused_model(member: MemberModel) -> Any:
+    """Make a model with a member's weights that runs attention, norms and products with a single vector by our kernels.
 
     The model takes a cache with `slots`, `positions` and `layer`, and reads no mask. The member does not change.
 
     Args:
         member: The member.
-        kernels: An object with the functions of the module `kernels`. Default: that module, on a GPU.
 
     Raises:
         MemberError: If the kind of model is unknown, or cannot run like this.
     """
-    model, kernels = member.model, kernels or _kernels(member.device)
+    model, kernels = member.model, _kernels(member.device)
     for name, module in model.named_modules():
         if "forward" in vars(module):
             raise MemberError(f"the forward of its module {name!r} has been replaced")

@@ -249,7 +249,8 @@ def _attend(
             highest = higher
         # NaN is neither, and is passed on.
         is_empty = total == 0.0
-        sums = sums / tl.where(is_empty, 1.0, total)[:, None]
+        total = tl.where(is_empty, 1.0, total)
+        sums = sums / total[:, None]
         logsum = tl.where(is_empty, float("-inf"), tl.log(total) + highest)
         tl.store(parts + out[:, None] * WIDTH + along[None, :], sums, mask=is_there[:, None])
         tl.store(logsums + out, logsum, mask=is_there)

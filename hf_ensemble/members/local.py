@@ -130,8 +130,8 @@ class LocalMember(MemberModel, Member):
             def new_rows(num_rows: int, mode: str) -> CachedRows:
                 return self.new_rows(num_rows, mode=mode)
 
-            modes = [mode for mode in self.cache_modes[:-1] if self._may_be(mode)]
-            mode, is_final = find_cache_mode(self, self.trial_ids(), new_rows, modes, self._trial_start())
+            modes, start = self.modes_of_device[:-1], self._trial_start()
+            mode, is_final = find_cache_mode(self, self.trial_ids(), new_rows, modes, start)
             if is_final:
                 if len(self._found_modes) >= _MAX_MODES:
                     self._found_modes.clear()
@@ -162,8 +162,10 @@ class LocalMember(MemberModel, Member):
         is_possible = self._given_mode is not None or self.device.type == "cuda"
         return is_possible and self.cache_mode in CAPTURED_MODES
 
-    def _may_be(self, mode: str) -> bool:
-        return self.device.type == "cuda" or mode not in CAPTURED_MODES
+    @property
+    def modes_of_device(self) -> list[str]:
+        """The cache modes that can run on its device, the fastest first."""
+        return [mode for mode in self.cache_modes if self.device.type == "cuda" or mode not in CAPTURED_MODES]
 
     def new_rows(self, num_rows: int, num_expected: int = 0, mode: str | None = None) -> CachedRows:
         """Make caches for the rows of a call.

@@ -126,7 +126,7 @@ class MemberState:
         return self.caches.logits_of()
 
     def know(self, row: int, logits: Tensor) -> None:
-        """Take the logits after a row's context from whoever has them, where the cache can be cut there.
+        """Set the logits after a row's context, if the cache can be cut there; otherwise they are computed when needed.
 
         Args:
             row: The row, whose cache begins with its context.

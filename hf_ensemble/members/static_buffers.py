@@ -335,18 +335,17 @@ class BufferPool:
             for buffers in list(self._free):
                 # Graphs read weights at their old addresses, even if buffers come back after the weights were
                 # replaced.
-                fits = num_rows <= buffers.num_rows <= _MOST_SPARE * num_rows
-                if (
-                    fits
+                fits = (
+                    num_rows <= buffers.num_rows <= _MOST_SPARE * num_rows
                     and capacity <= buffers.capacity <= GROWTH * capacity
                     and (buffers.made_for, buffers.is_fused) == made
-                ):
+                )
+                if fits:
                     self._free.remove(buffers)
                     buffers.clear()
                     return buffers
-            for buffers in self._free:
-                buffers.wait()  # for a step that ran ahead, because its memory is about to be reused
-            self._free.clear()
+            while self._free:
+                self._free.pop().wait()  # for a step that ran ahead, because its memory is about to be reused
         return StaticBuffers(self._member, num_rows, capacity, *made)
 
     def release(self, buffers: StaticBuffers) -> None:

@@ -1,4 +1,4 @@
-"""What the host tells a device."""
+"""Copies from the host to a device."""
 
 from typing import Any
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def sent(numbers: Any, device: torch.device) -> Tensor:
-    """Numbers of the host, on a device, without waiting for what the device does."""
-    there = torch.as_tensor(numbers).contiguous()  # rows that repeat one are no memory to be pinned
+    """Copy numbers, or a tensor, from the host to a device without waiting for the device."""
+    there = torch.as_tensor(numbers).contiguous()  # rows expanded from one cannot be pinned
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)

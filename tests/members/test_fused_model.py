@@ -1,5 +1,6 @@
 """Models that run their short steps through few kernels: here with kernels of plain PyTorch, and ours where Triton runs."""
 
+import gc
 import importlib
 import os
 import types
@@ -53,9 +54,14 @@ def attend(query, keys, values, positions, scale, window):
     return torch.einsum("rhns,rhsw->rnhw", shares, values)
 
 
+def product(states, weight, bias):
+    assert weight.is_contiguous()
+    return torch.nn.functional.linear(states, weight, bias)
+
+
 PLAIN = types.SimpleNamespace(
     rms_norm=rms_norm,
-    product=torch.nn.functional.linear,
+    product=product,
     rotate_and_keep=rotate_and_keep,
     attend=attend,
 )
@@ -159,16 +165,34 @@ def test_the_model_stays_as_it_is_and_shares_its_weights(on_cpu):
     assert {name for name, weight in twin.named_parameters() if weight is shared[name]} == set(shared)
 
 
-def test_what_shares_the_weights_goes_with_its_last_user(on_cpu):
-    twin = weakref.ref(fusing.fused_model(LocalMember(KINDS["gemma3"](contracts.small()), contracts.small())))
-    assert twin() is None  # without the garbage collector
-
-
 def test_hooks_of_the_model_run_in_fused_steps(on_cpu):
     member = LocalMember(tiny.tiny_llama(contracts.small(), seed=1, head_dim=16), contracts.small())
     member.model.model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
     for found, expected in zip(follow(member, "fused", STEPS), follow(member, "recompute", STEPS), strict=True):
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_weights_that_are_not_contiguous_are_read_right(kernels):
+    member = LocalMember(KINDS["llama"](contracts.small()).to(kernels.device), contracts.small())
+    head = member.model.lm_head
+    head.weight = torch.nn.Parameter(head.weight.detach().T.contiguous().T)
+    state = MemberState(member, [PlainContext([5])], "fused")
+    with torch.no_grad():
+        found, expected = state.logits(), member.model(torch.tensor([[5]], device=kernels.device)).logits[:, -1]
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_a_fused_model_leaves_nothing_for_the_garbage_collector(on_cpu):
+    """Its weights, which take a GPU's memory, go with the last user."""
+    twin = fusing.fused_model(LocalMember(tiny.tiny_llama(contracts.small(), head_dim=16), contracts.small()))
+    gc.collect()
+    gc.disable()
+    try:
+        parts = [weakref.ref(part) for part in twin.modules()]
+        del twin
+        assert [type(part()).__name__ for part in parts if part() is not None] == []
+    finally:
+        gc.enable()
 
 
 def in_training(model):
@@ -253,7 +277,8 @@ def test_products_with_one_vector(width, has_bias):
 )
 def test_attention(num_rows, num_new, num_heads, num_kept, width, capacity, window):
     query = drawn(num_rows, num_new, num_heads, width)
-    keys, values = drawn(num_rows, num_kept, capacity, width), drawn(num_rows, num_kept, capacity, width + 0)
+    keys = drawn(num_rows, num_kept, capacity, width)
+    values = keys.roll(1, -1)
     ends = torch.randint(num_new, capacity, (num_rows, 1), generator=torch.Generator().manual_seed(capacity))
     positions = (ends - num_new + torch.arange(num_new)).to(DEVICE)
     found = ours().attend(query, keys, values, positions, 0.3, window)
