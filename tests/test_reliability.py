@@ -58,16 +58,16 @@ def test_a_small_soak(hurried, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_soak_sees_what_is_wrong(hurried, monkeypatch, capsys):
-    """A server whose answers to bad requests and whose texts are wrong."""
-    from hf_ensemble.serving import fields, formats
+    """A server that answers a bad request, and counts tokens wrongly."""
+    from hf_ensemble.serving import formats, grammar
 
-    monkeypatch.setattr(fields, "_stops", lambda stop: [])
+    monkeypatch.setattr(grammar.Grammars, "processors", lambda self, response_format: tuple)
     monkeypatch.setattr(formats, "usage_of", lambda a, b: {"prompt_tokens": a, "completion_tokens": 10**6})
     monkeypatch.setattr("hf_ensemble.serving.handlers.usage_of", formats.usage_of)
     code, rows = run("soak", monkeypatch, capsys, "--requests", 40, "--clients", 8, "--max-tokens", 4, "--sample", 2)
     assert code == 1
     wrong = {row["what"] for row in rows if row["as promised"] == "NO"}
-    assert "metrics add up" in wrong
+    assert wrong == {"bad ones get a 4xx with the reason", "metrics add up"}
 
 
 @pytest.mark.slow

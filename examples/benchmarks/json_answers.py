@@ -99,7 +99,7 @@ class Answer:
 
 
 def requests(count: int) -> list[Asked]:
-    """As many requests: each prompt with each schema and temperature, from the beginning again where they run out."""
+    """Make so many requests: every prompt with every schema and temperature, again from the first after the last."""
     kinds = itertools.cycle(itertools.product(TEMPERATURES, PROMPTS, SCHEMAS.items()))
     return [
         Asked(prompt.format(name=name, example=example), schema, temperature, seed)
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--answers", type=int, default=200, help="for each method, with drafts and without")
     parser.add_argument("--methods", nargs="+", default=["unite", "gac"])
-    parser.add_argument("--clients", type=int, default=32, help="who ask at once")
+    parser.add_argument("--clients", type=int, default=32, help="clients that ask at once")
     parser.add_argument("--draft-length", type=int, default=2)
     parser.add_argument("--cut", type=int, default=4, help="tokens of an answer that is cut")
     args = parser.parse_args()

@@ -56,6 +56,8 @@ def in_call(members: list[str], device: str) -> str:
         ensemble.generate(**inputs, **options)
     except MemberError as error:
         text, written = str(error), error.written[0]
+    else:
+        raise AssertionError("memory ran out, but the call raised no error")
     if "'two'" not in text or not written:
         raise AssertionError(f"{text!r} names no member, or nothing that was written")
     if ensemble.generate(**inputs, **options).tolist() != expected:
