@@ -205,14 +205,17 @@ def test_the_command_line_knows_ensembles(tasks, caches, tmp_path, monkeypatch, 
     assert "acc_norm" in capsys.readouterr().out
 
 
-def test_the_page_about_it_runs(tasks, caches, monkeypatch):
+def test_the_page_about_it_runs(caches, tmp_path, monkeypatch):
+    """With the page's own files, in a process that has not imported the harness's parts yet."""
     page = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "lm_eval.md"
-    (tasks / "tasks").mkdir()
-    (tasks / "choice.yaml").rename(tasks / "tasks" / "choice.yaml")
-    tiny.save_pair(tasks, "model-a", "model-b")
-    monkeypatch.chdir(tasks)
-    for block in re.findall(r"```py\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
-        exec(compile(block, str(page), "exec"), {})
+    blocks = dict(re.findall(r"```(json|yaml|py)\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "choice.jsonl").write_text(blocks["json"], "utf-8")
+    (tmp_path / "tasks" / "choice.yaml").write_text(blocks["yaml"], "utf-8")
+    tiny.save_pair(tmp_path, "model-a", "model-b")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(lm_eval, "tasks")
+    exec(compile(blocks["py"], str(page), "exec"), {})
 
 
 def test_lists_in_model_arguments_are_kept_together():
