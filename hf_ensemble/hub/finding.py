@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from ..config import EnsembleConfig, MemberConfig
 from ..errors import ConfigurationError
 from .adapters import find_adapter
-from .member_files import check_folder, check_generation_config, check_json
+from .member_files import check_folder, check_json, read_generation_config
 from .quantized import check_package
 from .references import Place, check_place, found_members, found_path, name_of, whole_path, with_paths
 
@@ -133,7 +133,7 @@ def checked_member(number: int, item: MemberConfig, hub: Mapping[str, Any]) -> t
         ) from problem
     _check_kind(name, config, is_primary=number == 0)
     if local.is_dir():
-        check_generation_config(f"member {name!r}", place.path, place.options)
+        read_generation_config(f"member {name!r}", place.path, place.options)
     check_package(item, config)
     return found, config
 

@@ -1,6 +1,5 @@
 """Creates an ensemble from loaded models, from a list of members, or from a saved ensemble."""
 
-import contextlib
 import copy
 import dataclasses
 import os
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from transformers import (
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,7 +28,7 @@ from .adapters import check_adapters
 from .finding import checked_member, read_source
 from .in_place import finish_writing
 from .local_models import Listed, load_member, load_models, what_is_loaded
-from .member_files import check_generation_config
+from .member_files import read_generation_config
 from .member_tokenizers import load_tokenizer
 from .per_member import per_member
 from .quantized import quantization_of, with_quantization
@@ -212,15 +210,9 @@ class Loading:
         if isinstance(source, str):
             ensemble.name_or_path = ensemble.config.name_or_path = source
         if is_saved:
-            _take_generation_config(ensemble, source, {**located, **hub})
+            own = read_generation_config(f"the ensemble {source!r}", source, {**located, **hub})
+            ensemble.generation_config = own or ensemble.generation_config  # else its primary's
         return ensemble
-
-
-def _take_generation_config(ensemble: Any, source: str, options: dict[str, Any]) -> None:
-    """Give a saved ensemble its own generation config; without one it keeps its primary's."""
-    check_generation_config(f"the ensemble {source!r}", source, options)
-    with contextlib.suppress(OSError):
-        ensemble.generation_config = GenerationConfig.from_pretrained(source, **options)
 
 
 def _refuse_method_options(given: Iterable[str], method: str | MethodConfig | None) -> None:

@@ -147,11 +147,11 @@ def _check_index(what: str, values: Mapping[str, Any]) -> None:
             )
 
 
-def check_generation_config(name: str, path: str, options: Mapping[str, Any]) -> None:
-    """Check that a generation config can be read, if there is one.
+def read_generation_config(name: str, path: str, options: Mapping[str, Any]) -> GenerationConfig | None:
+    """Read a generation config; None if there is none.
 
     Args:
-        name: Name of the member, for errors.
+        name: Name of the member or ensemble, for errors.
         path: The folder or repository of a model.
         options: The subfolder, and options of Hub access.
 
@@ -159,9 +159,9 @@ def check_generation_config(name: str, path: str, options: Mapping[str, Any]) ->
         ConfigurationError: If one of its values has a wrong type.
     """
     try:
-        GenerationConfig.from_pretrained(path, **options)
+        return GenerationConfig.from_pretrained(path, **options)
     except OSError:
-        return  # there is none
+        return None
     except Exception as error:
         raise ConfigurationError(
             f"{name} cannot be loaded: its generation_config.json cannot be used: {error}"
