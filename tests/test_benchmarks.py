@@ -335,6 +335,10 @@ def test_adapters(members, run):
 
 @pytest.mark.slow
 def test_quantized(members, run):
-    (rows,) = run("quantized", "--models", *members, "--kinds", "bfloat16", "--new-tokens", 4, "--method", "gac")
-    assert [row["equal texts"] for row in rows] == ["6 of 6"]
+    (rows,) = run(
+        "quantized", "--models", *members, "--kinds", "float32", "int8", "--new-tokens", 4, "--method", "gac"
+    )
+    assert [row["weights"] for row in rows] == ["float32", "int8"]
+    assert rows[0]["equal texts"] == "6 of 6"
+    assert float(rows[1]["weights, MB"]) <= float(rows[0]["weights, MB"])
     assert is_number(rows[0]["bits per byte"])

@@ -53,6 +53,12 @@ def test_quickstart(members, run):
 
 
 @pytest.mark.slow
+def test_int8_members(members, run):
+    (text,) = run("int8_members", "--models", *members, "--prompt", "The capital")
+    assert text.startswith("The capital")
+
+
+@pytest.mark.slow
 def test_contrastive_decoding(members, run):
     """Without any contrast it is the expert."""
     options = ["--expert", members[0], "--amateur", members[1], "--new-tokens", 6]

@@ -17,6 +17,7 @@ from hf_ensemble import EnsembleForCausalLM, MemberConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from demo_models import models_or_demo
+from int8_members import int8_ensemble as int8_ensemble
 
 TINY = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -1,10 +1,11 @@
-"""What quantising members costs and saves: texts, bits per byte, time per token and memory, compared with bfloat16.
+"""What quantising members costs and saves: texts, bits per byte, time per token and memory, compared with float32.
 
-The script loads each kind by itself and continues the same prompts greedily. It compares the texts with those of the
-first kind: how many are equal, and after how many tokens the others differ (median). Bits per byte are those of the
-ensemble (GaC), for each text after its first words. Kinds whose package is missing are named and left out.
+The script loads all kinds, which continue each prompt greedily in turn; times are processor time. It compares the texts
+with those of the first kind: how many are equal, and after how many tokens the others differ (median). Bits per byte are
+those of the ensemble (GaC), for each text after its first words. Kinds whose package is missing are named and left out.
+`int8` is that of `int8_members.py`.
 
-    python examples/benchmarks/quantized.py [--models A B] [--kinds bfloat16 torchao-int8 bitsandbytes-int4]
+    python examples/benchmarks/quantized.py [--models A B] [--kinds float32 bfloat16 int8 torchao-int8 bitsandbytes-int4]
 """
 
 import argparse
@@ -15,14 +16,17 @@ import time
 from typing import Any
 
 import torch
-from members import models_or_demo
+from members import int8_ensemble, models_or_demo
 from report import milliseconds, print_heads, print_row, setting
 from texts import PROMPT, QUESTIONS, TEXT
 
 from hf_ensemble import EnsembleForCausalLM
 from hf_ensemble.members.member_model import tensors_of
 
-KINDS = ("bfloat16", "torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsandbytes-int4")
+PLAIN = ("float32", "bfloat16", "int8")
+"""They need no package."""
+
+KINDS = (*PLAIN, "torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsandbytes-int4")
 PROMPTS = (PROMPT, QUESTIONS, "The capital of France is", "Water boils at", "Once upon a time", "def add(a, b):")
 """Read one by one."""
 
@@ -49,6 +53,14 @@ def quantisation(kind: str) -> Any:
     return None
 
 
+def load(kind: str, models: list[str]) -> EnsembleForCausalLM:
+    """An ensemble of members of one kind."""
+    if kind == "int8":
+        return int8_ensemble(models)
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    return EnsembleForCausalLM.from_pretrained(models, dtype=dtype, quantization_config=quantisation(kind))
+
+
 def megabytes(ensemble: EnsembleForCausalLM) -> float:
     """Return the size of all members' weights and buffers, counting shared ones once."""
     return sum(tensor.nbytes for tensor in tensors_of(ensemble.members)) / 1e6
@@ -71,21 +83,19 @@ def main() -> None:
     parser.add_argument("--method", default="unite")
     args = parser.parse_args()
     models = models_or_demo(args.models)
-    packages = {kind: kind.split("-")[0] for kind in args.kinds if kind != "bfloat16"}
+    packages = {kind: kind.split("-")[0] for kind in args.kinds if kind not in PLAIN}
     missing = [kind for kind, package in packages.items() if importlib.util.find_spec(package) is None]
     print(
         setting("cpu", args.method, f"{args.new_tokens} new tokens", f"not installed: {', '.join(missing) or 'none'}")
     )
     print_heads("weights", "equal texts", "first difference", "bits per byte", "ms a token", "weights, MB")
-    first: list[list[int]] = []
-    for kind in [kind for kind in args.kinds if kind not in missing]:
-        ensemble = EnsembleForCausalLM.from_pretrained(
-            models, dtype=torch.bfloat16, quantization_config=quantisation(kind)
-        )
-        texts, seconds = [], []
-        for prompt in ("To warm up", *PROMPTS):
+    ensembles = {kind: load(kind, models) for kind in args.kinds if kind not in missing}
+    texts: dict[str, list[list[int]]] = {kind: [] for kind in ensembles}
+    seconds: dict[str, list[float]] = {kind: [] for kind in ensembles}
+    for prompt in ("To warm up", *PROMPTS):
+        for kind, ensemble in ensembles.items():
             inputs = ensemble.tokenizer(prompt, return_tensors="pt")
-            start = time.perf_counter()
+            start = time.process_time()
             output = ensemble.generate(
                 **inputs,
                 max_new_tokens=args.new_tokens,
@@ -93,19 +103,19 @@ def main() -> None:
                 do_sample=False,
                 method=args.method,
             )
-            seconds.append((time.perf_counter() - start) / args.new_tokens)
-            texts.append(output[0, inputs.input_ids.shape[1] :].tolist())
-        texts = texts[1:]
-        first = first or texts
+            seconds[kind].append((time.process_time() - start) / args.new_tokens)
+            texts[kind].append(output[0, inputs.input_ids.shape[1] :].tolist())
+    first = texts[next(iter(ensembles))][1:]
+    for kind, ensemble in ensembles.items():
         differ = [
             next(n for n, pair in enumerate(zip(text, other, strict=True)) if pair[0] != pair[1])
-            for text, other in zip(texts, first, strict=True)
+            for text, other in zip(texts[kind][1:], first, strict=True)
             if text != other
         ]
         bits = statistics.mean(bits_per_byte(ensemble, text) for text in (TEXT, QUESTIONS))
         print_row(
-            kind, f"{len(texts) - len(differ)} of {len(texts)}", statistics.median(differ) if differ else "none",
-            f"{bits:.3f}", milliseconds(seconds[1:]), f"{megabytes(ensemble):.0f}",
+            kind, f"{len(first) - len(differ)} of {len(first)}", statistics.median(differ) if differ else "none",
+            f"{bits:.3f}", milliseconds(seconds[kind][1:]), f"{megabytes(ensemble):.0f}",
         )  # fmt: skip
 
 

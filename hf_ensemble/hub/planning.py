@@ -21,7 +21,7 @@ from ..members.adapted import active_adapters, base_model, identity_of_weights
 from ..members.member import Member
 from .adapters import obstacle_to_writing
 from .in_place import BUNDLE
-from .quantized import is_from_gguf, is_packed_for_cpu
+from .quantized import is_from_gguf, is_packed_for_cpu, is_quantized_by_hand
 from .references import Place, saved_path, with_paths
 
 ADAPTER_FOLDER = "adapter"
@@ -134,6 +134,11 @@ def _plan_references(ensemble: Any, reference: Callable[[MemberConfig, Member], 
                 f"member {member.name!r} was passed as an object without an id or path, so a reference to it cannot "
                 "be saved. Pass `include_members=True`, or save it separately first and load the ensemble from there."
             )
+        if member.model is not None and is_quantized_by_hand(member.model):
+            raise ConfigurationError(
+                f"member {member.name!r} was quantised after it had been loaded, and its reference {item.path!r} would "
+                "load it unquantised. Let it be quantised while it loads: `MemberConfig(quantization_config=...)`."
+            )
         adapters = active_adapters(member.model)
         if len(adapters) > (item.adapter is not None):
             raise ConfigurationError(
@@ -197,6 +202,11 @@ def _check_writable(member: Member) -> None:
     obstacle = obstacle_to_writing(member.model)
     if obstacle is None and quantizer is not None and not is_from_gguf(model) and not quantizer.is_serializable():
         obstacle = "is quantised in a way that cannot be written. Name it by its Hub id or path instead"
+    if obstacle is None and is_quantized_by_hand(model):
+        obstacle = (
+            "was quantised after it had been loaded, and would not be loaded so again. Let it be quantised while it "
+            "loads: `MemberConfig(quantization_config=...)`"
+        )
     if obstacle is None and is_packed_for_cpu(model):
         obstacle = (
             "has run on a CPU, after which bitsandbytes writes wrong 4-bit weights. Save it after loading, before it "

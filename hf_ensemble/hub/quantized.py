@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from ..config import MemberConfig
+from ..members.member_model import is_quantized
 from ..optional_packages import not_installed
 from .per_member import listed
 from .references import name_of
@@ -84,6 +85,11 @@ def quantization_of(model: Any) -> Any:
 def is_from_gguf(model: Any) -> bool:
     """Whether a model was read from a GGUF file: its weights are unpacked, but it still claims to be quantised."""
     return _method_of(getattr(model.config, "quantization_config", None)) == "gguf"
+
+
+def is_quantized_by_hand(model: Any) -> bool:
+    """Whether a model was quantised after it had been loaded, of which its configuration knows nothing."""
+    return getattr(model, "hf_quantizer", None) is None and not is_from_gguf(model) and is_quantized(model)
 
 
 def is_packed_for_cpu(model: Any) -> bool:

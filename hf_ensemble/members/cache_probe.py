@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import messages
 from .cached_rows import CachedRows
-from .member_model import MemberModel, is_out_of_memory
+from .member_model import MemberModel, is_out_of_memory, is_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def _first_that_works(
 
 def tolerance_of(member: MemberModel) -> float:
     """The largest effect of rounding on a member's logits, as a share of their spread; wrong caches have a larger one."""
-    if getattr(member.model, "is_quantized", False):
+    if is_quantized(member.model):
         return 0.4  # rounding of 8-bit activations depends on the rest of the batch: 0.3 was seen
     is_exact = member.model.dtype == torch.float32 and not torch.is_autocast_enabled(member.device.type)
     return 1e-3 if is_exact else 0.1

@@ -20,6 +20,9 @@ _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 _POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings")
 """Names of the number of positions in configurations; the last two if encoder and decoder differ."""
 
+_PACKED = (torch.int8, torch.uint8)
+"""What quantisers keep weights in."""
+
 
 class MemberModel:
     """A causal language model that runs on ids, their positions and a cache. It is never changed.
@@ -206,6 +209,15 @@ def tensors_of(models: Iterable[torch.nn.Module]) -> list[Tensor]:
     """The tensors of models' weights and buffers, each once."""
     weights = {id(weight): weight for model in models for weight in (*model.parameters(), *model.buffers())}
     return [tensor for weight in weights.values() for tensor in plain_tensors(weight)]
+
+
+def is_quantized(model: torch.nn.Module) -> bool:
+    """Whether a model computes with quantised weights, whoever quantised them: `transformers` or its user."""
+    if getattr(model, "is_quantized", False):
+        return True
+    if any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in model.modules()):
+        return True  # their weights are no tensors of the model
+    return any(part.dtype in _PACKED for part in tensors_of([model]))
 
 
 def _is_offloaded(model: torch.nn.Module) -> bool:

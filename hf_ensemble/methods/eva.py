@@ -171,7 +171,13 @@ def output_embeddings_of(member: Member) -> Tensor:
     Raises:
         ConfigurationError: If they cannot be read, for example because they are quantised or not in memory.
     """
-    weight: Tensor = member.output_embeddings().weight.detach()
+    weight = member.output_embeddings().weight
+    if not isinstance(weight, Tensor):
+        raise ConfigurationError(
+            f"EVA reads the output embeddings of every member, but those of {member.name!r} are packed in a "
+            f"{type(member.output_embeddings()).__name__}. Load it without quantising its head, or use another method."
+        )
+    weight = weight.detach()
     if weight.is_meta or not weight.is_floating_point() or weight.shape[0] != member.vocab_size or weight.ndim != 2:
         raise ConfigurationError(
             f"EVA reads the output embeddings of every member, but those of {member.name!r} are a {weight.dtype} "
