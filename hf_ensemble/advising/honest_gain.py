@@ -21,11 +21,13 @@ def first_near_best(ensembles: NDArray[np.float64]) -> int:
             `(num_ensembles, num_examples)`.
 
     Returns:
-        Its index.
+        Its index: 0 if there are fewer than two examples.
 
     Reference:
         Breiman et al., "Classification and Regression Trees", 1984, section 3.4.3 (the rule of one standard error).
     """
+    if ensembles.shape[1] < 2:
+        return 0  # one example has no standard error
     behind = ensembles[ensembles.sum(1).argmax()] - ensembles
     errors = behind.std(1, ddof=1) * math.sqrt(behind.shape[1])
     # One example less is exactly one standard error less, up to rounding.

@@ -302,7 +302,7 @@ def _verdict(
     if count < LEAST_EXAMPLES:
         return (
             None,
-            f"Not decided: there was time for only {count} examples. Give more minutes, or a larger batch size.",
+            f"Not decided: there was time for only {count} {'example' if count == 1 else 'examples'}. Give more minutes, or a larger batch size.",
         )
     measured = f"{value} {unit} (95 %: {interval}) on {count} examples that had no part in the choice"
     least, most = sorted((trial.sign * gain.low, trial.sign * gain.high))

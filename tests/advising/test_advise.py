@@ -293,7 +293,8 @@ def test_other_things_than_an_ensemble_of_these_members_are_refused(ensemble, sc
         advise(ensemble, questions()).build(ensemble.alone(0))
 
 
-def test_few_examples_in_common_decide_nothing(ensemble, scripted, monkeypatch):
+@pytest.mark.parametrize(("count", "said"), [(1, "1 example"), (7, "7 examples")])
+def test_few_examples_in_common_decide_nothing(ensemble, scripted, monkeypatch, count, said):
     rules, _ = scripted
     set_rules(rules, lambda n: False, lambda n: n % 10 < 6, lambda n: False, lambda n: True)
     run_ensembles = Trial.run_ensembles
@@ -301,13 +302,13 @@ def test_few_examples_in_common_decide_nothing(ensemble, scripted, monkeypatch):
     def run_few(trial, *args):
         run_ensembles(trial, *args)
         for ran in trial.ensembles.values():
-            for place in sorted(ran.values)[7:]:
+            for place in sorted(ran.values)[count:]:
                 del ran.values[place]
 
     monkeypatch.setattr(Trial, "run_ensembles", run_few)
     advice = advise(ensemble, questions())
     assert advice.pays is None
-    assert "time for only 7 examples" in advice.reason
+    assert f"time for only {said}." in advice.reason
 
 
 def test_choices_differ_by_what_is_chosen(monkeypatch):

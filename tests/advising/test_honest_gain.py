@@ -77,6 +77,11 @@ def test_the_first_within_a_standard_error_of_the_best_is_chosen():
     assert first_near_best(ensembles) == 2
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_one_example_tells_no_ensembles_apart(count):
+    assert first_near_best(np.array([[0.0], [1.0]])[:, :count]) == 0
+
+
 def test_what_is_the_same_has_no_gain_at_all():
     """Not even one of rounding, which would be above 0."""
     values = np.random.default_rng(0).random(30)
