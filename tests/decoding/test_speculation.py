@@ -569,9 +569,9 @@ def decode(length, seconds, keeps, num_rounds, drafting=0.0):
         chosen.append(count)
         if count and drafting:
             length.drafted("drafter", count, drafting * count)
-        length.verified(count, seconds(count))
+        kept = count if keeps == 1 else int(count * keeps)
+        length.verified(count, seconds(count), kept + 1)
         if count:
-            kept = count if keeps == 1 else int(count * keeps)
             length.judged("drafter", kept, kept < count)
         else:
             length.judged("drafter", round(keeps), 1 - round(keeps))
@@ -597,7 +597,23 @@ def test_what_pays_changes_with_the_machine_and_the_text():
     length = DraftLength()
     assert usual(decode(length, lambda n: 1.0, 1.0, 60)) == 8
     assert usual(decode(length, lambda n: 1.0 + n, 0.0, 60)) == 0
-    assert usual(decode(length, lambda n: 1.0, 1.0, 200)) == 8
+    assert usual(decode(length, lambda n: 1.0, 1.0, 400)) == 8
+
+
+def test_drafts_that_never_pay_cost_next_to_nothing():
+    """Also where a text promises again and again what it does not keep, and another drafter is tried after each."""
+    length, spent = DraftLength(), 0.0
+
+    def seconds(count):
+        nonlocal spent
+        spent += 1.0 + 0.3 * count**0.5
+        return 1.0 + 0.3 * count**0.5
+
+    for _ in range(20):
+        for _ in range(9):
+            length.judged("drafter", 1, 0)  # what it would have drafted was right
+        decode(length, seconds, 0.0, 50)
+    assert spent < 1.01 * 1000 + 5
 
 
 def test_the_next_call_of_a_kind_begins_with_what_the_last_one_measured(ensemble, row, monkeypatch):
@@ -631,12 +647,12 @@ def test_first_times_that_capture_graphs_are_not_believed():
 
 def test_the_better_of_two_drafters_is_asked():
     length = DraftLength(shares={"cheap": 0.1, "dear": 0.9})
-    length.verified(0, 1.0)
+    length.verified(0, 1.0, 1)
     for name, kept in (("cheap", 5), ("dear", 9)):
         length.judged(name, kept, 10 - kept)
     assert length.choose(["cheap", "dear"])[0] == "cheap"
     for _ in range(30):
-        length.verified(0, 1.0)
+        length.verified(0, 1.0, 1)
         length.judged("cheap", 0, 1)
         length.judged("dear", 1, 0)
     length.drafted("dear", 1, 0.01)
@@ -648,7 +664,7 @@ def test_the_clock_is_read_around_drafting_and_verifying(ensemble, row, monkeypa
     monkeypatch.setattr(DraftLength.__init__, "__defaults__", ((0, 2), clock, None, 1))
     seen = []
     ensemble = copy.deepcopy(ensemble)  # which has measured nothing yet
-    monkeypatch.setattr(DraftLength, "verified", lambda self, count, seconds: seen.append((count, seconds)))
+    monkeypatch.setattr(DraftLength, "verified", lambda self, count, seconds, decided: seen.append((count, seconds)))
     force_length(monkeypatch, 2)
     with changed_logits(ensemble.members[1], lambda logits: setattr(clock, "now", clock.now + 3.0) or logits):
         found = run(ensemble, row, speculation="member-0", max_new_tokens=8, method="gac")

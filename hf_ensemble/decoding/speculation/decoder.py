@@ -153,8 +153,9 @@ class SpeculativeDecoder:
         is_first = not any(row.rounds for row in rows)
         self._accept(choices, drafter)
         if not is_first:  # which reads the prompts
+            length = self._drafting.length
             longest = max(len(row.columns) for row in rows)
-            self._drafting.length.verified(longest, self._drafting.length.clock() - start)
+            length.verified(longest, length.clock() - start, sum(len(row.used) for row in rows) / len(rows))
         self._drafting.judge(rows, choices, fused.plan, drafter)
         if self._live and any(self.states[drafter.index].is_captured for drafter in self._drafters):
             # A GPU drafts while the decided ids are written.

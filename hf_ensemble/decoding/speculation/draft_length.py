@@ -19,6 +19,15 @@ _MORE_PER_ENTRY = 0.03
 so that drafts are tried.
 """
 
+_CREDIT = 2.5
+"""How much drafts may cost before they have gained anything, in plain steps."""
+_MORE_CREDIT = 0.01
+"""How much more each round, so that drafts that never pay cost no more than this share of the time."""
+_MOST_CREDIT = 6.0
+"""No gain lets them cost more than this later."""
+_MOST_LOSS = 1.5
+"""The most that one round can cost: whatever took longer was other work of the machine."""
+
 
 class DraftLength:
     """Chooses how many entries to draft, from 0 (a plain step) up, and which drafter to ask.
@@ -27,6 +36,9 @@ class DraftLength:
     drafted entry is accepted if those before it were. From these it computes the expected entries per second for every
     length, and takes the best. Drafters are also judged by what they would have drafted, so a drafter that is off
     costs nothing and turns on again when it would pay.
+
+    Estimates may be wrong, and trying out a length that doesn't pay costs time. So what drafts have gained and lost is
+    counted, and where they have lost more than a small share of the time, nothing is drafted for a while.
 
     Args:
         lengths: The lengths to choose from, 0 among them.
@@ -55,6 +67,8 @@ class DraftLength:
         self._verifying: dict[int, deque[tuple[int, float]]] = defaultdict(times)
         self._drafting: dict[str, deque[tuple[int, float]]] = defaultdict(times)
         self._outcomes: dict[str, tuple[float, float]] = {}  # accepted, rejected
+        self._credit = _CREDIT
+        self._drafting_now = 0.0  # seconds in this round
 
     def choose(self, drafters: Sequence[str], share: float = 1.0) -> tuple[str, int]:
         """Choose a drafter and the length of its drafts.
@@ -66,21 +80,28 @@ class DraftLength:
         Returns:
             The drafter and the length; 0 to draft nothing.
         """
-        if self._least_seconds(0) is None:
+        if self._least_seconds(0) is None or self._credit < 0:
             return drafters[0], 0
         ways = ((name, length) for length in self._lengths for name in drafters)
         return max(ways, key=lambda way: self._rate(way[0], way[1], share))
 
-    def verified(self, length: int, seconds: float) -> None:
+    def verified(self, length: int, seconds: float, num_decided: float) -> None:
         """Record how long it took to verify drafts: a round without drafting.
 
         Args:
             length: Number of entries in its longest draft.
             seconds: How long it took to read, choose and accept.
+            num_decided: Number of entries that were decided, one more than were accepted: the mean over the rows.
         """
         self._round += 1
         self._outcomes = {name: (_FADING * good, _FADING * bad) for name, (good, bad) in self._outcomes.items()}
         self._verifying[length].append((self._round, seconds))
+        drafting, self._drafting_now = self._drafting_now, 0.0
+        plain, needed = self._least_seconds(0), self._least_seconds(length)
+        gain = _MORE_CREDIT
+        if length and plain and needed is not None:
+            gain += max(-_MOST_LOSS, num_decided - (needed + drafting) / plain)
+        self._credit = min(_MOST_CREDIT, self._credit + gain)
 
     def drafted(self, drafter: str, num_steps: int, seconds: float) -> None:
         """Record how long it took to draft.
@@ -91,6 +112,7 @@ class DraftLength:
             seconds: How long all of them took.
         """
         self._drafting[drafter].append((self._round, seconds / num_steps))
+        self._drafting_now += seconds
 
     def judged(self, drafter: str, num_accepted: int, num_rejected: int) -> None:
         """Record how many of a drafter's entries were accepted, or would have been.
