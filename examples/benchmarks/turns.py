@@ -57,7 +57,7 @@ class TakeTurns(StoppingCriteria):
         self.loops, self.progress = loops, progress
         self.fused: list[float] = []
         self.own: list[list[float]] = []
-        self._clock = loops[0].clock
+        self._clock = loops[0].clock if loops else time.perf_counter
         self._resumed = self._clock()
 
     def __call__(self, input_ids, scores, **kwargs):
