@@ -146,7 +146,7 @@ def test_another_model_is_a_404(client, endpoint, stream):
 def short_client():
     """Asks an ensemble whose assistant has 48 positions."""
     tokenizers = [tiny.smol_like(), tiny.smol_like()]
-    tokenizers[0].chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizers[0].chat_template = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
     models = [tiny.tiny_llama(tokenizers[0], seed=1), tiny.tiny_gpt2(tokenizers[1], n_positions=48, seed=2)]
     with served(EnsembleForCausalLM.from_members(models, tokenizers)) as (_, address), client_of(address) as client:
         yield client
