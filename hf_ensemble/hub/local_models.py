@@ -132,7 +132,9 @@ def _check_complete(item: MemberConfig, model: PreTrainedModel, found: dict[str,
     """Refuse a model if its files lack weights, which the stock loader draws at random."""
     if item.gguf_file is not None or getattr(model, "hf_quantizer", None) is not None:
         return
-    missing = sorted(set(found["missing_keys"]).intersection(name for name, _ in model.named_parameters()))
+    # Transformers 5.17 lists those of an adapter in the same folder too, which it loads by itself.
+    own = (name for name, _ in model.named_parameters() if ".modules_to_save." not in name and ".lora_" not in name)
+    missing = sorted(set(found["missing_keys"]).intersection(own))
     if missing:
         raise ConfigurationError(
             f"member {name_of(item)!r} cannot be loaded: its files lack {len(missing)} of its weights ({missing[0]!r}, …), which "
