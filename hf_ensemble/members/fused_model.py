@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MemberError
-from .member_model import MemberModel
+from .member_model import MemberModel, window_of
 
 _KNOWN = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}
 """Model types whose attention and norms compute the same as this module, and their classes' prefixes."""
@@ -111,8 +111,7 @@ def _window(attention: Any) -> int | None:
     if getattr(attention, "attn_logit_softcapping", None) is not None or not attention.is_causal:
         raise MemberError("its attention caps scores, or looks ahead")
     kinds = getattr(config, "layer_types", None)
-    slides = kinds is None or kinds[attention.layer_idx] == "sliding_attention"
-    return getattr(config, "sliding_window", None) if slides else None
+    return window_of(config, kinds[attention.layer_idx] if kinds else None)
 
 
 def _attention(

@@ -198,6 +198,16 @@ def input_device(model: Any) -> torch.device:
     return device
 
 
+def window_of(config: Any, kind: str | None) -> int | None:
+    """Return how many ids a query sees in the layers of a kind, its own included; None for all.
+
+    Args:
+        config: The configuration of the decoder.
+        kind: One of its `layer_types`; None if it has none, so that all layers are alike.
+    """
+    return None if kind == "full_attention" else getattr(config, "sliding_window", None)
+
+
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors of a weight: those that a quantiser packed it into, or else the weight itself."""
     if not hasattr(tensor, "__tensor_flatten__"):

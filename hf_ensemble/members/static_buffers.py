@@ -15,7 +15,7 @@ from transformers import Cache
 from ..errors import MemberError
 from .cuda_graphs import capture, lock_of
 from .fused_model import fused_model
-from .member_model import MemberModel, is_out_of_memory
+from .member_model import MemberModel, is_out_of_memory, window_of
 from .transfer import sent
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -55,11 +55,9 @@ def masks_of(member: MemberModel) -> Masks:
     implementation = config._attn_implementation
     if implementation not in ("sdpa", "eager"):
         raise MemberError(f"its attention is {implementation!r}, which takes no mask. Load it with 'sdpa' or 'eager'")
-    window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
-    windows = {"full_attention": None, "sliding_attention": window}
-    if not kinds <= set(windows):
-        raise MemberError(f"it has layers of kinds {sorted(kinds - set(windows))}")
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise MemberError(f"it has layers of kinds {sorted(unknown)}")
     dtype = member.model.dtype
     # Attention would convert a boolean mask to numbers in every layer. The numbers must have the dtype it computes in.
     dtypes = {parameter.dtype for parameter in member.model.parameters() if parameter.is_floating_point()}
@@ -76,20 +74,15 @@ def masks_of(member: MemberModel) -> Masks:
 
     def masks(positions: Tensor, capacity: int) -> Any:
         if kinds:
-            return {kind: mask(positions, capacity, windows[kind]) for kind in sorted(kinds)}
-        return mask(positions, capacity, window)
+            return {kind: mask(positions, capacity, window_of(config, kind)) for kind in sorted(kinds)}
+        return mask(positions, capacity, window_of(config, None))
 
     return masks
 
 
-def width_of(num_new: int, num_rows: int) -> int | None:
-    """Return the ids per row of the captured step that fits `num_new` ids; None if none fits."""
-    return next((width for width in WIDTHS if num_new <= width <= max(1, _MOST_CAPTURED // num_rows)), None)
-
-
-def widest(num_rows: int) -> int:
-    """Return the maximum number of ids per row in a captured step."""
-    return max(width for width in WIDTHS if width <= max(1, _MOST_CAPTURED // num_rows))
+def widths_of(num_rows: int) -> list[int]:
+    """Return the numbers of new ids per row for which steps of so many rows are captured, in ascending order."""
+    return [width for width in WIDTHS if width <= max(1, _MOST_CAPTURED // num_rows)]
 
 
 class _SlotCache(Cache):
@@ -215,7 +208,7 @@ class StaticBuffers:
             key = (len(packed), packed.shape[1] - 1, num_logits)
             step = self._steps.get(key)
             is_due = self._uses[key] >= (1 if key[1] <= _EVERYDAY else _USES_OF_OTHERS)
-            if step is None and self._can_capture and is_due and width_of(key[1], key[0]) == key[1]:
+            if step is None and self._can_capture and is_due and key[1] in widths_of(key[0]):
                 step = self._capture(key)
             self.holds_logits = step is not None
             if step is None:
@@ -284,7 +277,7 @@ class StaticBuffers:
         positions = starts + torch.arange(ids.shape[1], device=packed.device)
         self.cache.slots = torch.where(positions < 0, self.capacity - 1, positions)
         self.cache.positions = positions = positions.clamp_min(0)
-        fused = self._fused if width_of(ids.shape[1], len(ids)) == ids.shape[1] else None
+        fused = self._fused if ids.shape[1] in widths_of(len(ids)) else None
         # A model that ignores the mask still needs one, or it would create one.
         masks = self._masks(positions, 1 if fused is not None else self.capacity)
         return self.member.forward(ids, positions, masks, self.cache, num_logits, fused)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .cached_rows import AHEAD, CachedRows, last_ids, most_new
-from .static_buffers import GROWTH, BufferPool, StaticBuffers, widest, width_of
+from .static_buffers import GROWTH, BufferPool, StaticBuffers, widths_of
 
 _GRAIN = 64
 """Capacities are multiples of it. Attention reads all slots, so there are only as many as a call is expected to need.
@@ -72,16 +72,14 @@ class StaticRows(CachedRows):
     def _passes(self, num_new: int, num_texts: int, num_logits: int) -> tuple[list[int], int, int]:
         """How many ids a row each forward pass takes, for how many rows, and how many logits the last one gives."""
         num_rows = _power_of_two(num_texts)
-        most = widest(num_rows)
+        widths = widths_of(num_rows)
+        most = widths[-1]
         if num_logits <= most and (num_new <= most or self.mode == "fused"):
             num_full = (num_new - 1) // most
-            first = width_of(num_new - num_full * most, num_rows)
-            num_taken = width_of(num_logits, num_rows)
-            assert first is not None
-            assert num_taken is not None
-            # All the ids whose logits are wanted are in one.
-            widths = [first, *[most] * num_full]
-            return widths, num_rows, min(num_taken, widths[-1])
+            first, num_taken = (
+                next(width for width in widths if width >= count) for count in (num_new - num_full * most, num_logits)
+            )
+            return [first, *[most] * num_full], num_rows, num_taken
         at_once = max(num_logits, _IDS_AT_ONCE // num_texts)
         num_before = max(0, num_new - at_once)
         sizes = [at_once] * (num_before // at_once) + ([num_before % at_once] if num_before % at_once else [])
