@@ -132,8 +132,9 @@ def _check_complete(item: MemberConfig, model: PreTrainedModel, found: dict[str,
     """Refuse a model if its files lack weights, which the stock loader draws at random."""
     if item.gguf_file is not None or getattr(model, "hf_quantizer", None) is not None:
         return
-    # Transformers 5.17 lists those of an adapter in the same folder too, which it loads by itself.
-    own = (name for name, _ in model.named_parameters() if ".modules_to_save." not in name and ".lora_" not in name)
+    # Transformers 5.17 lists those of an adapter in the same folder too, which it loads separately.
+    adapters = set(getattr(model, "peft_config", None) or ())
+    own = (name for name, _ in model.named_parameters() if adapters.isdisjoint(name.split(".")))
     missing = sorted(set(found["missing_keys"]).intersection(own))
     if missing:
         raise ConfigurationError(
