@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..config import is_integer, is_number
 from ..errors import ConfigurationError
 
 _TEXTS = ("text", "input_text", "output_text")
@@ -41,7 +42,7 @@ def integer(body: Mapping[str, Any], name: str, default: Any, least: int, most: 
 
 def is_id(value: Any) -> bool:
     """Return whether a value is a whole number of 64 bits, as ids are."""
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return is_integer(value) and -(2**63) <= value < 2**63
 
 
 def check_number(value: Any, name: str, least: float, most: float) -> None:
@@ -50,8 +51,7 @@ def check_number(value: Any, name: str, least: float, most: float) -> None:
     Raises:
         ConfigurationError: If the value is anything else.
     """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not (is_number and least <= value <= most):
+    if value is not None and not (is_number(value) and least <= value <= most):
         raise ConfigurationError(f"`{name}` has to be a number from {least:g} to {most:g}, but is {value!r:.60}.")
 
 
