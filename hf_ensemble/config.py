@@ -342,6 +342,10 @@ class EnsembleConfig(PreTrainedConfig):
     primary_config: Any = None
     """The primary's configuration."""
 
+    chat_id: Any = None
+    """Random text that an ensemble shares with its tokenizer, also when they are saved. An ensemble reads only the
+    conversations that its own tokenizer renders. None: a new one for every ensemble."""
+
     def __post_init__(self, **kwargs: Any) -> None:
         members: Any = self.members or []
         if not isinstance(members, (list, tuple)):
@@ -352,6 +356,8 @@ class EnsembleConfig(PreTrainedConfig):
         self.method = method_config(self.method)
         if self.weights is not None:
             self.weights = normalize_weights(self.weights, len(self.members), self.method.takes_weights_as_given)
+        if not isinstance(self.chat_id, str | None):
+            raise ConfigurationError(f"`chat_id` has to be a text or None, but is {self.chat_id!r:.200}.")
         primary_config = _primary_config(self.primary_config)
         # The base class fills in missing values, and must not take them from the primary.
         self.primary_config = None

@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
+from .chat.memory import forget
 from .config import METHODS, MethodConfig, method_config
 from .errors import ConfigurationError
 from .members.state import padded_left
@@ -177,7 +178,9 @@ class EnsembleLM(TemplateLM):
             add_special_tokens: False if the text does not begin here, so that no BOS is put before it.
             **kwargs: Not read.
         """
-        return encode_text(self.ensemble.member_views[0], string, starts=add_special_tokens is not False)
+        ids = encode_text(self.ensemble.member_views[0], string, starts=add_special_tokens is not False)
+        forget(self.ensemble.config.chat_id, [ids])
+        return ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Write a conversation as text, by the primary's chat template.

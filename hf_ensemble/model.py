@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         model: Any = primary.model
         if model is not None:
             config._attn_implementation = model.config._attn_implementation
+        config.chat_id = uuid.uuid4().hex if config.chat_id is None else config.chat_id
         super().__init__(config)
         # A member elsewhere has no weights in this process.
         self.members = nn.ModuleList([nn.Module() if member.model is None else member.model for member in members])
@@ -78,7 +80,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         self.tokenizers = [member.tokenizer for member in members]
         control = primary.encoder.token_bytes.control
         self.tokenizer = ensemble_tokenizer(
-            primary.tokenizer, control, primary.name, item.chat_template, item.system_prompt
+            primary.tokenizer, control, primary.name, item.chat_template, item.system_prompt, config.chat_id
         )
         self._kept = Kept(self._members)
         self.union_vocabulary = self._kept.union
@@ -171,9 +173,8 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         """Render one conversation or a batch; `generate` then gives every member its own rendering.
 
-        This is the same as `ensemble.tokenizer.apply_chat_template`, and takes the arguments of `transformers`. It
-        returns the primary's ids. When `generate` receives these ids, the other members read the conversation in their
-        own templates.
+        This is `ensemble.tokenizer.apply_chat_template`, with the arguments of `transformers`. When `generate` receives
+        the primary's ids that it returns, every other member reads the conversation in its own template.
 
         Args:
             conversation: Turns with `role` and `content`, or a list of such conversations.
@@ -419,9 +420,9 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         asked = Offer.ROWS if call.config.decides == "tokens" else Offer.LIKELIHOODS
         for index in sorted(call.participants):
             self._members[index].refuse({asked}, f"`score` with method {call.config.name!r}")
-        pairs = read_pairs(self._members[0], prompts, continuations)
+        pairs = read_pairs(self._members[0], prompts, continuations, call.chat_id)
         ends = end_ids(self.generation_config)
-        own = OwnPrompts(self._members, member_prompts, len(pairs))
+        own = OwnPrompts(self._members, member_prompts, len(pairs), call.chat_id)
         return score_pairs(pairs, call.weights, own, batch_size, lambda batch: mode.score_batch(batch, ends))
 
     def new_call(
@@ -442,7 +443,7 @@ class EnsembleForCausalLM(Loading, Saving, StockLoopHooks, PreTrainedModel, Gene
         step_weights = StepWeights(given, len(self._members), config.takes_weights_as_given)
         if not is_writer:
             refuse_missing_offers(self._members, config, step_weights.participants)
-        return Call(self._kept, config, step_weights)
+        return Call(self._kept, config, step_weights, self.config.chat_id)
 
 
 AutoConfig.register(EnsembleConfig.model_type, EnsembleConfig, exist_ok=True)

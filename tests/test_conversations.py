@@ -14,7 +14,6 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, pipeline
 
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, MemberConfig, UniteConfig
-from hf_ensemble.chat import memory
 from hf_ensemble.chat.conversation import read_conversations
 from hf_ensemble.chat.rendering import ChatRenderer
 from hf_ensemble.chat.tokenizer import ensemble_tokenizer
@@ -554,23 +553,6 @@ def test_what_is_remembered_does_not_change_with_the_users_messages():
     inputs = rendered(ensemble, messages)
     messages[1]["content"] = "Changed."
     assert "France" in text_written(BASE, first_context(ensemble, 1, inputs))
-
-
-def test_the_memory_is_bounded_and_keeps_what_is_used(monkeypatch):
-    monkeypatch.setattr(memory, "MAX_IDS", 5 * 64)
-    monkeypatch.setattr(memory, "_conversations", type(memory._conversations)())
-    monkeypatch.setattr(memory, "_num_ids", 0)
-    (conversation,), _ = read_conversations(MESSAGES, None)
-    for n in range(10, 15):
-        memory.remember(SMOL, [n], conversation)
-    assert memory.recall(SMOL, [10]) is conversation
-    memory.remember(SMOL, [15], conversation)
-    assert memory.recall(SMOL, [11]) is None
-    assert memory.recall(SMOL, [10]) is conversation
-    assert memory.recall(TURN, [10]) is None
-    memory.remember(SMOL, [1] * 1000, conversation)
-    assert memory.recall(SMOL, [1] * 1000) is conversation
-    assert len(memory._conversations) == 1
 
 
 # --- Batches, beams, pipelines, threads -----------------------------------------------------------------------------

@@ -120,6 +120,7 @@ WRONG = {
     "a method whose name is a list": ({"method": {"name": ["unite"]}}, "unknown method"),
     "a method's option as an object": ({"method": {"name": "unite", "top_k": {}}}, "`top_k` has to be"),
     "weights as an object": ({"members": [{"path": "a"}], "weights": {"a": 1}}, "`weights` must be a list"),
+    "an id of conversations that is a list": ({"chat_id": ["a"]}, "`chat_id` has to be a text"),
     "ids that are texts": ({"members": [{"eos_token_id": ["a"]}]}, "`eos_token_id` has to be"),
     "ids that are an object": ({"members": [{"eos_token_id": {"a": 1}}]}, "`eos_token_id` has to be"),
 }

@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     from hf_ensemble.lm_eval import EnsembleLM, main, quote_lists
 
 from hf_ensemble import ConfigurationError, EnsembleForCausalLM, GacConfig, VoteConfig
+from hf_ensemble.chat.memory import recall
 from tests import tiny
 from tests.contracts import make_ensemble
 
@@ -74,6 +75,22 @@ def test_likelihoods_of_one_member_are_those_of_the_harness(alone):
     found = ours.loglikelihood(requests(*PAIRS), disable_tqdm=True)
     for mine, other in zip(found, expected, strict=True):
         assert mine == (pytest.approx(other[0], abs=1e-4), other[1])
+
+
+def test_a_text_of_a_task_is_plain_unless_it_was_rendered():
+    """Whatever conversation had the same ids before."""
+    tokenizers = tiny.smol_like(), tiny.gemma_like()
+    tokenizers[0].chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    models = [tiny.tiny_llama(tokenizers[0]), tiny.tiny_gemma3(tokenizers[1])]
+    ensemble = EnsembleForCausalLM.from_members(models, tokenizers)
+    lm = EnsembleLM(ensemble=ensemble)
+    turns = [{"role": "user", "content": "Hi"}]
+    ids = ensemble.apply_chat_template(turns)["input_ids"]
+    assert recall(ensemble.config.chat_id, ids) is not None
+    assert lm.tok_encode("Hi") == ids
+    assert recall(ensemble.config.chat_id, ids) is None
+    assert lm.tok_encode(lm.apply_chat_template(turns)) == ids
+    assert recall(ensemble.config.chat_id, ids) is not None
 
 
 def test_long_prompts_are_cut_as_the_harness_does(alone):

@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Collection
+from itertools import compress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from ..errors import ConfigurationError
 from ..vocabulary.backend import without_dropout
 from ..vocabulary.rendered import RenderedEncoder
 from .conversation import read_conversations
-from .memory import remember
+from .memory import forget, remember
 from .rendering import ChatRenderer
 
 _SETTINGS = "ensemble_chat"
@@ -50,6 +51,9 @@ class _RemembersConversations:
     ) -> Any:
         """Render a conversation, or a batch of them, in the primary's template, and keep it for the other members.
 
+        Its ids are this conversation until the tokenizer encodes a plain text to the same ids. A text returned with
+        `tokenize=False` stays the conversation, however often it is encoded.
+
         Arguments and result are those of `transformers`. Content that spells control tokens is always encoded as text.
 
         Raises:
@@ -61,11 +65,13 @@ class _RemembersConversations:
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         shape = {"padding": padding, "max_length": max_length, "return_tensors": return_tensors}
         if return_assistant_tokens_mask:
-            # For training, so there is nothing to remember.
+            # For training, so there is nothing to remember, and nothing to forget.
             own = {"chat_template": chat_template, "tokenize": tokenize, "truncation": truncation}
             own |= {"return_dict": return_dict, "return_assistant_tokens_mask": True}
             own |= {"tokenizer_kwargs": tokenizer_kwargs} | shape | options
-            return super().apply_chat_template(conversation, **own)  # type: ignore[misc]
+            stock = copy.copy(self)
+            stock.__class__ = _base_of(type(self))
+            return stock.apply_chat_template(conversation, **own)
         conversations, is_batch = read_conversations(conversation, **options)
         renderer = self._renderer(chat_template)
         texts = [] if tokenize else [renderer.text(item) for item in conversations]
@@ -75,7 +81,7 @@ class _RemembersConversations:
             ids = renderer.ids(item)
             rows.append(self._truncated(ids, truncation, max_length) if tokenize else ids)
             if len(rows[-1]) == len(ids):
-                remember(self, ids, item)
+                remember(self._chat_id, ids, item, is_text=not tokenize)
         if not tokenize:
             return texts if is_batch else texts[0]
         encoded = self._encoding(rows, shape, tokenizer_kwargs or {})
@@ -83,8 +89,23 @@ class _RemembersConversations:
             encoded = BatchEncoding({key: values[0] for key, values in encoded.items()})
         return encoded if return_dict else encoded["input_ids"]
 
+    def _encode_plus(self: Any, *args: Any, **kwargs: Any) -> BatchEncoding:
+        # All ways to tokenize plain text come here.
+        encoded: BatchEncoding = super()._encode_plus(*args, **kwargs)  # type: ignore[misc]
+        forget(self._chat_id, (list(compress(row.ids, row.attention_mask)) for row in encoded.encodings or []))
+        return encoded
+
+    @property
+    def _settings(self: Any) -> dict[str, Any]:
+        return self.init_kwargs.get(_SETTINGS) or {}
+
+    @property
+    def _chat_id(self: Any) -> str:
+        # Ensembles saved by older versions have none.
+        return str(self._settings.get("chat_id") or "")
+
     def _renderer(self: Any, chat_template: str | None) -> ChatRenderer:
-        settings = self.init_kwargs.get(_SETTINGS) or {}
+        settings = self._settings
         version = (len(self), tuple(self.all_special_ids))
         known = _encoders.get(self)
         if known is None or known[0] != version:
@@ -118,12 +139,15 @@ class _RemembersConversations:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class may have been created for the primary's class, so it is created again on loading.
         reduced: Any = super().__reduce_ex__(protocol)
-        base = next(c for c in type(self).__mro__ if not issubclass(c, _RemembersConversations))
-        return (_new, (base,), *reduced[2:])
+        return (_new, (_base_of(type(self)),), *reduced[2:])
 
 
 class EnsembleTokenizer(_RemembersConversations, PreTrainedTokenizerFast):  # type: ignore[misc]
     """The tokenizer of a saved ensemble: the primary's, which remembers the conversations that it renders."""
+
+
+def _base_of(kind: type) -> type:
+    return next(c for c in kind.__mro__ if not issubclass(c, _RemembersConversations))
 
 
 @functools.cache
@@ -143,6 +167,7 @@ def ensemble_tokenizer(
     name: str,
     chat_template: str | None = None,
     system_prompt: str | None = None,
+    chat_id: str = "",
 ) -> PreTrainedTokenizerBase:
     """Return a copy of the primary's tokenizer that pads on the left and remembers the conversations it renders.
 
@@ -154,6 +179,7 @@ def ensemble_tokenizer(
         name: The primary's name, for errors.
         chat_template: A template to use instead of the tokenizer's own.
         system_prompt: A system turn to use instead of every conversation's; empty for none.
+        chat_id: The `chat_id` of the ensemble that reads the conversations.
     """
     twin: Any = copy.copy(tokenizer)
     if not isinstance(twin, _RemembersConversations):
@@ -163,7 +189,7 @@ def ensemble_tokenizer(
     twin._tokenizer = without_dropout(twin.backend_tokenizer)
     added = twin.backend_tokenizer.get_added_tokens_decoder()
     unflagged = sorted(i for i in control if i in added and not added[i].special)
-    settings = {"name": name, "control_ids": unflagged, "system_prompt": system_prompt}
+    settings = {"name": name, "control_ids": unflagged, "system_prompt": system_prompt, "chat_id": chat_id}
     twin.init_kwargs = {**twin.init_kwargs, _SETTINGS: settings}
     if chat_template is not None:
         twin.chat_template = chat_template

@@ -103,7 +103,7 @@ def packllm_weights(
     for member in members:
         member.refuse({Offer.PROMPT_LOSS}, "`packllm_weights`")
     ids, mask = prepare_prompt(members[0], input_ids, attention_mask)
-    own = OwnPrompts(members, member_prompts, len(ids))
+    own = OwnPrompts(members, member_prompts, len(ids), ensemble.config.chat_id)
     prompts = read_prompts(members, range(len(members)), "retokenize", ids, mask, own)
     losses = []
     for index, member in enumerate(members):

@@ -112,6 +112,7 @@ class Call:
         kept: What the ensemble keeps from call to call, its members included.
         config: The method's options.
         weights: The step weights.
+        chat_id: The `chat_id` of the ensemble, whose conversations are read.
         own_prompts: What members read instead of the text of the prompt ids.
         num_decision_entries: Number of best entries per member to record at each decision; None if decisions are not
             recorded.
@@ -129,6 +130,7 @@ class Call:
     kept: Kept
     config: MethodConfig
     weights: StepWeights
+    chat_id: str = ""
     own_prompts: OwnPrompts | None = None
     num_decision_entries: int | None = None
     primary_inputs: frozenset[str] = frozenset()
@@ -227,11 +229,11 @@ def take_prompt(call: Call, inputs: Tensor | None, kwargs: dict[str, Any], membe
     inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
     of_primary = member_prompts[0] if isinstance(member_prompts, (list, tuple)) and member_prompts else None
     if inputs is None and of_primary is not None:
-        inputs, mask = encode_primary_prompt(primary, of_primary)
+        inputs, mask = encode_primary_prompt(primary, of_primary, call.chat_id)
         member_prompts = [None, *member_prompts[1:]]
     if inputs is not None:
         inputs, kwargs["attention_mask"] = prepare_prompt(primary, inputs, mask)
-    call.own_prompts = OwnPrompts(call.members, member_prompts, 1 if inputs is None else len(inputs))
+    call.own_prompts = OwnPrompts(call.members, member_prompts, 1 if inputs is None else len(inputs), call.chat_id)
     return inputs
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import messages
-from ..chat.memory import recall
+from ..chat.conversation import Conversation
+from ..chat.memory import forget, recall
 from ..errors import ConfigurationError
 from ..members.member import Member, RowPrompt
 from ..members.state import MemberState, padded_left
@@ -27,12 +28,14 @@ class Prompts:
         prompt_of_row: For each row, the number of its prompt. Rows of one prompt (beams, returned sequences) can share
             its forward pass: see `expand_prompts`.
         contexts: For each member that takes part, its context for each distinct prompt.
+        conversations: The conversation behind each distinct prompt; None for a plain one.
     """
 
     ids: list[list[int]]
     texts: list[bytes]
     prompt_of_row: list[int]
     contexts: dict[int, list[MemberContext]]
+    conversations: list[Conversation | None]
 
 
 class OwnPrompts:
@@ -45,6 +48,7 @@ class OwnPrompts:
         member_prompts: For each member its own plain text: one for all rows, or a list with one per row; None, also in
             such a list, for no own prompt.
         num_rows: Number of prompts.
+        chat_id: The `chat_id` of the ensemble, to find its conversations; None to find none.
 
     Attributes:
         texts: For each prompt each member's own text, or None.
@@ -55,7 +59,13 @@ class OwnPrompts:
         ConfigurationError: If there is not one entry per member, or not one text per row, or the primary has one.
     """
 
-    def __init__(self, members: Sequence[Member], member_prompts: Sequence[Any] | None = None, num_rows: int = 1):
+    def __init__(
+        self,
+        members: Sequence[Member],
+        member_prompts: Sequence[Any] | None = None,
+        num_rows: int = 1,
+        chat_id: str | None = None,
+    ):
         count = len(members)
         given = [None] * count if member_prompts is None else member_prompts
         if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) != count:
@@ -76,6 +86,15 @@ class OwnPrompts:
             )
         self.texts = list(zip(*texts, strict=True))
         self.starts: list[int] | None = None
+        self._chat_id = chat_id
+        self._conversations: dict[tuple[int, ...], Conversation | None] = {}
+
+    def conversation(self, ids: Sequence[int]) -> Conversation | None:
+        """The conversation behind a prompt, the same throughout a call; None for a plain prompt."""
+        key = tuple(ids)
+        if self._chat_id is not None and key not in self._conversations:
+            self._conversations[key] = recall(self._chat_id, ids)
+        return self._conversations.get(key)
 
     def numbers_of(self, num_rows: int) -> Tensor:
         """The prompt index of each row, of shape `(num_rows,)`: a prompt may have several consecutive rows."""
@@ -94,12 +113,13 @@ class OwnPrompts:
         return twin
 
 
-def encode_primary_prompt(primary: Member, given: Any) -> tuple[Tensor, Tensor]:
+def encode_primary_prompt(primary: Member, given: Any, chat_id: str) -> tuple[Tensor, Tensor]:
     """Encode the primary's entry of `member_prompts`, for a call without ids.
 
     Args:
         primary: The primary.
         given: A text, or a list with one for each row.
+        chat_id: The `chat_id` of the ensemble.
 
     Returns:
         Its ids and mask, each of shape `(batch_size, length)` on the primary's device and padded on the left.
@@ -113,8 +133,10 @@ def encode_primary_prompt(primary: Member, given: Any) -> tuple[Tensor, Tensor]:
             f"`member_prompts` of the primary {primary.name!r} must be a text or a list of texts, or None if you pass "
             f"`input_ids`, but is {texts!r:.200}."
         )
+    rows = [primary.encode(text) for text in texts]
+    forget(chat_id, rows)
     # Its tokenizer may have no padding token.
-    ids, mask = padded_left([primary.encode(text) for text in texts], primary.tokenizer.pad_token_id or 0)
+    ids, mask = padded_left(rows, primary.tokenizer.pad_token_id or 0)
     return ids.to(primary.device), mask.to(primary.device)
 
 
@@ -214,7 +236,7 @@ def read_prompts(
     number_of = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     distinct = [list(row) for row, _ in number_of]
     assistants = sorted(set(participants) - {0})
-    conversations = [recall(primary.tokenizer, row) if own and assistants else None for row in distinct]
+    conversations = [own.conversation(row) if own is not None else None for row in distinct]
     by_text = [
         row
         for (row, texts), conversation in zip(number_of, conversations, strict=True)
@@ -242,7 +264,7 @@ def read_prompts(
             raise messages.too_long(
                 member.name, member.max_positions, "the prompt takes", max(lengths), "Shorten the prompt"
             )
-    return Prompts(distinct, texts, [number_of[key] for key in keys], contexts)
+    return Prompts(distinct, texts, [number_of[key] for key in keys], contexts, conversations)
 
 
 def _is_open(primary: Member, ids: Sequence[int], text: bytes) -> bool:

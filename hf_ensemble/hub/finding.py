@@ -57,6 +57,8 @@ def read_source(
     folder = Path(source, located.get("subfolder") or "")
     check_folder(f"the ensemble {source!r}", folder, within=folder)
     saved = copy.deepcopy(config)
+    # Older versions saved none, neither with the ensemble nor with its tokenizer.
+    saved.chat_id = saved.chat_id or ""
     saved.members = found_members(saved.members, source, located, hub)
     saved.method = saved.method.with_paths(lambda path: found_path(path, source, located))
     return saved, True

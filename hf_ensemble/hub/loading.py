@@ -89,6 +89,7 @@ class Loading:
         items: Sequence[MemberConfig],
         method: str | MethodConfig,
         weights: Sequence[float] | None,
+        chat_id: str | None = None,
     ) -> Self:
         """Create an ensemble from the loaded members.
 
@@ -97,6 +98,7 @@ class Loading:
             items: Their configurations.
             method: Name or configuration of the method.
             weights: Mixing weights, one per member; None for equal weights.
+            chat_id: That of a saved ensemble; None for a new ensemble.
         """
         first = parts[0]
         config = EnsembleConfig(
@@ -104,6 +106,7 @@ class Loading:
             method=method,
             weights=weights,
             primary_config=copy.deepcopy(first.config if isinstance(first, Member) else first[0].config),
+            chat_id=chat_id,
         )
         config.method.check_members(len(parts))
         check_adapters([part[0] for part in parts if not isinstance(part, Member)])
@@ -188,7 +191,7 @@ class Loading:
         method = asked.method.imported(bool(kwargs.get("trust_remote_code"))) if method is None else method
         weights = asked.weights if weights is None else weights
         members = with_quantization(asked.members, quantization_config, is_saved)
-        asked = EnsembleConfig(members=members, method=method, weights=weights)
+        asked = EnsembleConfig(members=members, method=method, weights=weights, chat_id=asked.chat_id)
         asked.method.check_members(len(asked.members))
         for item in asked.members if is_saved and dtype not in (None, "auto") else ():
             item.dtype = None
@@ -201,7 +204,7 @@ class Loading:
         items = [item for item, _ in found]
         parts = _load_members(items, [own for _, own in found], dtype, device_map, tokenizers, kwargs)
         try:
-            ensemble = cls._of_parts(parts, items, asked.method, asked.weights)
+            ensemble = cls._of_parts(parts, items, asked.method, asked.weights, asked.chat_id)
         except BaseException:
             for part in parts:
                 if isinstance(part, Member):

@@ -13,7 +13,6 @@ from ..answers.base import AnswersConfig, Choice, Panel, Question, Written
 from ..answers.candidates import PrimaryIds, merged
 from ..answers.likelihood import log_probs_of_answers
 from ..answers.record import Answers, record_of
-from ..chat.memory import recall
 from ..decoding.call import end_ids
 from ..decoding.prompts import Prompts, read_prompts
 from ..decoding.refusals import Obstacle, refuse
@@ -183,7 +182,7 @@ class AnswersMode(Mode):
 
     def _questions(self, asked: Asked, written: Sequence[Sequence[Written]], ids_of: PrimaryIds) -> list[Question]:
         """The candidates of every row, with the conversation behind its prompt."""
-        turns = _turns_of(self.call.members[0].tokenizer, asked.prompts)
+        turns = _turns_of(asked.prompts)
         found = []
         for prompt, of_row, weights in zip(asked.prompts.prompt_of_row, written, asked.weights.tolist(), strict=True):
             cut = [ids_of.cut(one, asked.max_new_tokens) for one in of_row]
@@ -288,11 +287,10 @@ def _places(question: Question, choice: Choice, count: int) -> list[int]:
     return [number for number in choice.ranking for _ in question.candidates[number].writers][:count]
 
 
-def _turns_of(tokenizer: Any, prompts: Prompts) -> list[list[dict[str, Any]]]:
+def _turns_of(prompts: Prompts) -> list[list[dict[str, Any]]]:
     """The conversation behind each distinct prompt; a single user turn for plain text."""
     found = []
-    for ids, data in zip(prompts.ids, prompts.texts, strict=True):
-        conversation = recall(tokenizer, ids)
+    for conversation, data in zip(prompts.conversations, prompts.texts, strict=True):
         plain = [{"role": "user", "content": data.decode("utf-8", "replace")}]
         found.append(plain if conversation is None else conversation.with_joined_parts().messages)
     return found

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .. import messages
+from ..chat.memory import forget
 from ..decoding.prompts import Prompts
 from ..errors import ConfigurationError
 from ..members.member import Member
@@ -33,7 +34,10 @@ class Pair:
 
 
 def read_pairs(
-    primary: Member, prompts: Sequence[str | Sequence[int]], continuations: Sequence[str | Sequence[int]]
+    primary: Member,
+    prompts: Sequence[str | Sequence[int]],
+    continuations: Sequence[str | Sequence[int]],
+    chat_id: str,
 ) -> list[Pair]:
     """Turn prompts and continuations, each pair as texts or as the primary's ids, into ids of the primary.
 
@@ -41,6 +45,7 @@ def read_pairs(
         primary: The primary.
         prompts: Texts, or lists of ids.
         continuations: One for each prompt, also as text or as ids.
+        chat_id: The `chat_id` of the ensemble, for which texts are plain.
 
     Raises:
         ConfigurationError: If they do not match, one is neither text nor ids, or one cannot be separated from its
@@ -55,6 +60,7 @@ def read_pairs(
     for n, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
         if isinstance(prompt, str) and isinstance(continuation, str):
             pairs.append(_pair_of_texts(primary, prompt, continuation) if continuation else Pair([], [], 0))
+            forget(chat_id, [pairs[-1].prompt])
         elif isinstance(prompt, str) or isinstance(continuation, str):
             raise ConfigurationError(f"prompt and continuation {n} have to be both texts or both ids, but are not.")
         else:
