@@ -160,6 +160,22 @@ def test_a_prompt_that_is_too_long_is_a_400_with_the_limit(short_client, endpoin
     assert ask(short_client, endpoint, stream, most=2).num_tokens == 2
 
 
+def test_a_conversation_and_a_plain_prompt_with_the_same_ids_are_each_what_they_are(monkeypatch):
+    """Every endpoint after every other."""
+    tokenizers = [tiny.smol_like(), tiny.smol_like()]
+    tokenizers[0].chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    models = [tiny.tiny_llama(tokenizer, num_hidden_layers=1) for tokenizer in tokenizers]
+    ensemble, seen = EnsembleForCausalLM.from_members(models, tokenizers), []
+    assistant = ensemble.member_views[1]
+    read = assistant.read
+    monkeypatch.setattr(assistant, "read", lambda prompt, resync: (seen.append(prompt), read(prompt, resync))[1])
+    with served(ensemble) as (_, address), client_of(address) as client:
+        for endpoint in (*ENDPOINTS, *reversed(ENDPOINTS)):
+            seen.clear()
+            ask(client, endpoint, False, words="Hi", most=1)
+            assert {prompt.conversation is None for prompt in seen} == {endpoint == "completions"}
+
+
 NOT_SERVED = {
     "chat": [
         {"presence_penalty": 0.5},
