@@ -17,7 +17,7 @@ from ..members.member import Member
 from ..mixing import merge_duplicates, put_eos, top_entries
 from ..offers import Offer
 from ..vocabulary.anchors import AnchorTokens
-from ..vocabulary.relative import RelativeRows, TakenRows, inverse_norms
+from ..vocabulary.relative import KeptRows, RelativeRows, TakenRows, distinct_ids, inverse_norms
 from ..vocabulary.union import UnionVocabulary
 from .base import EosIds, Mixed, TokenMethod, versions_of
 
@@ -27,9 +27,6 @@ _EPS = 1e-8
 _WEIGHT_DECAY = 0.01
 _ANNEALING_STEPS = 10
 _TINY = 1e-30
-
-_HELD_BYTES = 256 * 2**20
-"""Largest memory of one member's rows for a part of a batch, unless a single row of the batch needs more."""
 
 
 DeepenVariant = Literal["released", "paper"]
@@ -153,13 +150,7 @@ class Deepen(TokenMethod):
         """Fuse one step; see `TokenMethod.mix`."""
         with _turn(self._devices()):
             self._build_rows()
-            size = self._rows_at_once or len(weights)
-            parts = [
-                self._mix_part([None if one is None else one[n : n + size] for one in logits], weights[n : n + size])
-                for n in range(0, len(weights), size)
-            ]
-        logprobs, normalizers = zip(*parts, strict=True)
-        return Mixed(torch.cat(logprobs), torch.cat(normalizers))
+            return Mixed(*self._mix_parts(logits, weights, self._rows_at_once or len(weights)))
 
     def forget(self) -> None:
         """Free the memory of the kept rows; they are formed again when needed."""
@@ -195,10 +186,9 @@ class Deepen(TokenMethod):
         # For each member, the number of ids per row of a batch; None for all ids, which the rows of a batch share.
         support = self.config.support
         self._sizes = [support if support and support < len(weight) else None for weight in weights]
-        held = _HELD_BYTES // (4 * self._num_anchors)
-        limits = [min(rows.capacity, held) // size for rows, size in zip(self._rows, self._sizes, strict=True) if size]
-        # One by one on a CPU, so that a row that is not fused costs nothing.
-        self._rows_at_once = None if not limits else 1 if self.device.type == "cpu" else max(1, min(limits))
+        are_shared = all(rows.are_shared for rows in self._rows)
+        # Else one by one, so that rows are copied for few ids, and a row that is not fused costs nothing.
+        self._rows_at_once = None if are_shared or not any(self._sizes) else 1
         self._drop_graphs()
 
     def _drop_graphs(self) -> None:
@@ -213,56 +203,73 @@ class Deepen(TokenMethod):
     def _devices(self) -> set[torch.device]:
         return {self.device, *(module.weight.device for module in self._embeddings)}  # type: ignore[arg-type]
 
-    def _keep(self, index: int, ids: Tensor, is_asked: Tensor, num_missing: int) -> None:
+    def _keep(self, index: int, ids: Tensor, num_missing: int) -> None:
         """Form one member's missing rows of some ids, unless there are too many to keep."""
         rows = self._rows[index]
-        if ids.numel() > rows.capacity:
-            return
-        rows.reserve()
-        if not num_missing:
-            return
-        if ids.ndim == 2 and len(ids) == 1:
-            rows.keep(ids[0].to(rows.device), num_missing)
-        else:  # rows of a batch share ids
-            ids = (ids if ids.ndim == 1 else ids[is_asked].unique()).to(rows.device)
-            rows.keep(ids, int(rows.is_missing(ids).sum()))
+        if len(ids) <= rows.capacity:
+            rows.reserve()
+            rows.keep(ids.to(rows.device), num_missing)
 
     # One step
 
+    def _mix_parts(self, logits: Sequence[Tensor | None], weights: Tensor, size: int) -> tuple[Tensor, ...]:
+        """Fuse rows of a batch, `size` at a time: log-probabilities and normalizers."""
+        parts = [
+            self._mix_part([None if one is None else one[n : n + size] for one in logits], weights[n : n + size])
+            for n in range(0, len(weights), size)
+        ]
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
+
     def _mix_part(self, logits: Sequence[Tensor | None], weights: Tensor) -> tuple[Tensor, ...]:
-        """Fuse rows of a batch whose supports fit the kept rows: log-probabilities and normalizers."""
-        counts, is_asked, *ids = self._captured_look(weights, *logits)
-        num_fused, *num_missing = counts.tolist()
+        """Fuse rows of a batch, in parts if their ids do not fit the kept rows."""
+        counts, is_fused, *found = self._captured_look(weights, *logits)
+        num_fused, *numbers = counts.tolist()
         if not num_fused:
             return self._fuse(None, weights, *logits)
         taking_part = [index for index, one in enumerate(logits) if one is not None]
-        for index, own, num in zip(taking_part, ids, num_missing, strict=True):
-            self._keep(index, own, is_asked[:, index], num)
-        return self._captured_fuse(is_asked[:, 0], weights, *logits, *ids)
+        ids, places = found[: len(taking_part)], found[len(taking_part) :]
+        nums_ids, nums_missing = numbers[::2], numbers[1::2]
+        if places:
+            most = max(num / self._rows[index].capacity for index, num in zip(taking_part, nums_ids, strict=True))
+            if most > 1 and len(weights) > 1:
+                return self._mix_parts(logits, weights, math.ceil(len(weights) / math.ceil(most)))
+        for n, index in enumerate(taking_part):
+            self._keep(index, ids[n][: nums_ids[n]], nums_missing[n])
+            if places and (size := self._sizes[index]):
+                # Few different numbers, each of which has a graph of its own.
+                ids[n] = ids[n][: max(1, math.ceil(nums_ids[n] / size)) * size]
+        return self._captured_fuse(is_fused, weights, *logits, *ids, *places)
 
     def _look(self, weights: Tensor, *logits: Tensor | None) -> tuple[Tensor, ...]:
         """Find what a step needs.
 
         Returns:
-            The number of fused rows, and the number of ids without a kept row for each member that takes part; for
-            which members each row needs similarities, of shape `(batch_size, num_members)`; the ids of each member
-            that takes part, of shape `(batch_size, num_ids)`, or `(vocab_size,)` for all.
+            The number of fused rows and, for each member that takes part, how many ids are needed and how many of
+            these have no kept row; which rows are fused, of shape `(batch_size,)`; for each of these members its ids,
+            the needed ones first, of shape `(num_ids,)`; and for each that has a support of its own in every row of a
+            batch, where its ids are among these, of shape `(batch_size, support)`.
         """
         masked = {index: self.masked(one, index) for index, one in enumerate(logits) if one is not None}
         is_fused = self._rows_to_fuse(masked, weights)
         is_asked = is_fused[:, None] & (weights > 0)
         is_asked[:, 0] = is_fused
-        counts, ids = [is_fused.sum()], []
+        counts, ids, places = [is_fused.sum()], [], []
         for index, member_logits in masked.items():
             rows, size = self._rows[index], self._sizes[index]
-            if size is None:
-                own = torch.arange(member_logits.shape[-1], device=self.device)
+            every = torch.arange(member_logits.shape[-1], device=self.device)
+            if size is not None:
+                best = top_entries(self._alive(member_logits, index), size)[1]
+            if size is None or len(weights) == 1:
+                own = every if size is None else best[0]
+                num_ids, is_needed = torch.full_like(counts[0], len(own)), is_asked[:, index].any()
             else:
-                own = top_entries(self._alive(member_logits, index), size)[1]
+                own, place, num_ids = distinct_ids(best, is_asked[:, index], every, rows.capacity)
+                places.append(place)
+                is_needed = torch.arange(len(own), device=self.device) < num_ids
             is_missing = rows.is_missing(own.to(rows.device)).to(self.device)
-            counts.append((is_missing & is_asked[:, index, None]).sum())
+            counts += [num_ids, (is_missing & is_needed).sum()]
             ids.append(own)
-        return torch.stack(counts), is_asked, *ids
+        return torch.stack(counts), is_fused, *ids, *places
 
     def _alive(self, masked: Tensor, index: int) -> Tensor:
         return masked.index_fill(-1, self._dead_ids[index], -torch.inf)
@@ -286,47 +293,54 @@ class Deepen(TokenMethod):
         Args:
             is_fused: Which rows are fused, of shape `(batch_size,)`; the others are the primary's own. None: no row.
             weights: Of shape `(batch_size, num_members)`.
-            logits_and_ids: The logits, one a member as in `mix`; then, unless `is_fused` is None, the ids that `_look`
-                found.
+            logits_and_ids: The logits, one a member as in `mix`; then, unless `is_fused` is None, the ids and places
+                that `_look` found.
 
         Returns:
             Log-probabilities and normalizers, as in `Mixed`.
         """
         num_members = len(self.maps)
-        logits, ids = logits_and_ids[:num_members], logits_and_ids[num_members:]
+        logits, found = logits_and_ids[:num_members], logits_and_ids[num_members:]
         normalizers = torch.zeros_like(weights)
         masked = dict(self.taking_part(logits, normalizers))
         fused = masked[0]
         if is_fused is not None:
-            fused = torch.where(is_fused[:, None], self._searched(masked, ids, weights), fused)
+            ids = dict(zip(masked, found[: len(masked)], strict=True))
+            with_places = [index for index in masked if self._sizes[index]] if len(found) > len(masked) else []
+            places = dict(zip(with_places, found[len(masked) :], strict=True))
+            fused = torch.where(is_fused[:, None], self._searched(masked, ids, places, weights), fused)
         return self._pooled(fused, logits[0]), normalizers
 
-    def _searched(self, masked: dict[int, Tensor], ids: Sequence[Tensor], weights: Tensor) -> Tensor:
+    def _searched(
+        self, masked: dict[int, Tensor], ids: dict[int, Tensor], places: dict[int, Tensor], weights: Tensor
+    ) -> Tensor:
         """The primary's logits after the search, `-inf` for ids that take no part.
 
         Args:
             masked: The logits of the members that take part, of shape `(batch_size, vocab_size)`.
-            ids: The ids of their supports.
+            ids: The ids of their supports, of all rows.
+            places: Where the ids of each row are among these; none for a member whose rows all have the same ids.
             weights: Of shape `(batch_size, num_members)`.
         """
         target = weights.new_zeros(len(weights), self._num_anchors)
         # The primary comes last, because its rows are needed afterwards.
-        for index, own in reversed([*zip(masked, ids, strict=True)]):
-            alive = self._alive(masked[index], index)
-            start = alive if own.ndim == 1 else alive.gather(1, own)
-            rows = self._rows[index].take(own)
+        for index in reversed(masked):
+            alive, place = self._alive(masked[index], index), places.get(index)
+            own = ids[index][None] if place is None else ids[index][place]
+            start = alive.gather(1, own) if self._sizes[index] else alive
+            rows = self._rows[index].take(ids[index], place)
             relative = rows.combine(start.softmax(-1))
             weight = weights[:, index, None]
             # A member that sits out a row may have NaN there.
             target += torch.where(weight > 0, weight * relative, 0.0)
         search = self._search_logits if self.config.variant == "released" else self._search_probs
         found, outside = search(alive, start, rows, relative, target)
-        return found if own.ndim == 1 else outside.scatter_(1, own, found)
+        return outside.scatter_(1, own, found) if self._sizes[0] else found
 
     # The searches, for the logits of the support, of shape (B, num_ids), and of all ids, of which the others' count
 
     def _search_logits(
-        self, alive: Tensor, start: Tensor, rows: TakenRows, relative: Tensor, target: Tensor
+        self, alive: Tensor, start: Tensor, rows: TakenRows | KeptRows, relative: Tensor, target: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The search of the published code: AdamW on the logits, under a loss averaged over the anchors."""
         # A constant added to the logits changes nothing, even with weight decay.
@@ -351,7 +365,7 @@ class Deepen(TokenMethod):
         return logits, (alive - top) * total_decay
 
     def _search_probs(
-        self, alive: Tensor, start: Tensor, rows: TakenRows, relative: Tensor, target: Tensor
+        self, alive: Tensor, start: Tensor, rows: TakenRows | KeptRows, relative: Tensor, target: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The search of the paper: plain gradient steps on the probabilities."""
         probs = start.softmax(-1)

@@ -1,7 +1,9 @@
 """Relative representations: a token as its similarities to the anchors, formed on request."""
 
 import functools
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +33,11 @@ class RelativeRows:
     """One member's relative representation `R̂`; only requested rows exist, in bounded number.
 
     A row is the softmax over the anchors of the cosine similarities between a token's embedding and the anchors'. Rows
-    are formed and kept, in float32, on the embeddings' device. When no more fit, rows that are not requested at the
-    moment are dropped. Rows of tokens without an embedding (all zeros) are uniform. Not safe for several threads or
-    CUDA streams at once.
+    are formed and kept on the embeddings' device. When no more fit, those unused for longest are dropped. Rows of
+    tokens without an embedding (all zeros) are uniform. Not safe for several threads or CUDA streams at once.
+
+    Rows are kept in float32. On a GPU with Triton, the rows of embeddings in 16 bits take 16 bits, too, up to a factor
+    for each row; sums over them are in float32.
 
     Args:
         embeddings: Of shape `(vocab_size, hidden_size)`; not copied.
@@ -43,23 +47,39 @@ class RelativeRows:
     Attributes:
         capacity: Largest number of kept rows.
         device: Their device.
+        are_shared: Whether kept rows are read where they are, once for all rows of a batch.
     """
 
     def __init__(self, embeddings: Tensor, anchor_ids: Tensor, sharpness: float | None):
         vocab_size, hidden_size = embeddings.shape
-        self.capacity = max(1, min(vocab_size, _CACHE_BYTES // (4 * len(anchor_ids))))
         self.device = embeddings.device
         self._embeddings = embeddings
         self._sharpness = sharpness
         self._inverse_norms = inverse_norms(embeddings)
         self._anchor_inverse_norms = self._inverse_norms[anchor_ids]
-        self._num_anchors = len(anchor_ids)
+        self._num_anchors = self._width = len(anchor_ids)
         is_small = len(anchor_ids) * hidden_size * embeddings.element_size() <= _COPY_BYTES
         self._axes = embeddings[anchor_ids] if is_small else embeddings
         self._columns = None if is_small else anchor_ids
-        self._slot_of = anchor_ids.new_full((vocab_size,), -1)
-        self._num_kept = 0
+        self._kernels = _kernels(self.device)
+        self._dtype = torch.float32
+        if self._kernels is not None:
+            block = self._kernels.WIDTH_OF_BLOCKS
+            self._width = -(-self._num_anchors // block) * block
+            if embeddings.dtype != torch.float32 and sharpness is not None:
+                self._dtype = torch.float16
+            # Kept in the order of the products' columns, so that neighbours are read together.
+            self._order = (anchor_ids if self._columns is None else self._columns).argsort()
+            self._places = self._order.argsort()
+        self.are_shared = self._kernels is not None
+        self.capacity = max(1, min(vocab_size, _CACHE_BYTES // (self._dtype.itemsize * self._width)))
+        # The last place of each is for none.
+        self._slot_of = anchor_ids.new_full((vocab_size + 1,), -1)
+        self._id_at = anchor_ids.new_full((self.capacity + 1,), vocab_size)
+        self._used_at = torch.zeros_like(self._id_at)
+        self._time = 0
         self._kept: Tensor | None = None
+        self._factors = self._inverse_norms.new_zeros(self.capacity)
 
     def is_missing(self, ids: Tensor) -> Tensor:
         """Whether there is no kept row for some ids.
@@ -75,7 +95,7 @@ class RelativeRows:
     def reserve(self) -> None:
         """Allocate the memory for kept rows, which stays the same until it is freed."""
         if self._kept is None:
-            self._kept = self._anchor_inverse_norms.new_empty(self.capacity, self._num_anchors)
+            self._kept = self._inverse_norms.new_zeros(self.capacity, self._width, dtype=self._dtype)
 
     def keep(self, ids: Tensor, num_missing: int) -> None:
         """Form the rows of some ids that are not kept yet, and keep the rows of all of them.
@@ -85,53 +105,78 @@ class RelativeRows:
             num_missing: Number of ids that are not kept yet.
         """
         assert self._kept is not None, "no memory reserved"
-        # Ids without a slot first. Masks would make the host wait for the device.
-        missing, others = ids[self._slot_of[ids].argsort()].tensor_split([num_missing])
-        if self._num_kept + num_missing > self.capacity:
-            # Rows that are not requested now are dropped.
-            kept = self._kept[self._slot_of[others]]
-            self._slot_of.fill_(-1)
-            self._num_kept = len(others)
-            self._kept[: self._num_kept] = kept
-            self._slot_of[others] = torch.arange(self._num_kept, device=ids.device)
-        if num_missing:
-            start, self._num_kept = self._num_kept, self._num_kept + num_missing
-            self.form(missing, self._kept[start : self._num_kept])
-            self._slot_of[missing] = torch.arange(start, self._num_kept, device=ids.device)
+        self._time += 1
+        slots = self._slot_of[ids]
+        self._used_at.index_fill_(0, torch.where(slots < 0, self.capacity, slots), self._time)
+        if not num_missing:
+            return
+        # Ids without a slot come first. Masks would make the host wait for the device.
+        missing = ids[slots.argsort()[:num_missing]]
+        slots = self._used_at[:-1].argsort()[:num_missing]
+        self._slot_of.index_fill_(0, self._id_at[slots], -1)
+        self._slot_of.index_copy_(0, missing, slots)
+        self._id_at.index_copy_(0, slots, missing)
+        self._used_at.index_fill_(0, slots, self._time)
+        self._form_in(missing, slots)
 
-    def take(self, ids: Tensor) -> "TakenRows":
+    def _form_in(self, ids: Tensor, slots: Tensor) -> None:
+        """Form rows in their slots."""
+        assert self._kept is not None
+        if self._kernels is None:
+            begin = 0
+            for block in self._formed(ids):
+                self._kept.index_copy_(0, slots[begin : begin + len(block)], block)
+                begin += len(block)
+            return
+        columns = self._order if self._columns is None else self._columns[self._order]
+        scales = self._anchor_inverse_norms[self._order]
+        for part, products in self._products_of(ids):
+            own, slots_of_part, slots = self._inverse_norms[part], slots[: len(part)], slots[len(part) :]
+            self._kernels.keep_rows(
+                products, columns, scales, own if self._sharpness is None else None, self._sharpness or 0.0,
+                self._kept, self._factors, slots_of_part,
+            )  # fmt: skip
+
+    def take(self, ids: Tensor, places: Tensor | None = None) -> "TakenRows | KeptRows":
         """Return rows of some ids, without reading on the host.
 
         Args:
-            ids: Of shape `(num_ids,)` or, for each row of a batch its own, `(batch_size, num_ids)`. Their rows must be
-                kept (see `keep`); other rows are undefined. More than `capacity`, of the first shape, are formed in
-                pieces at every use.
+            ids: Of shape `(num_ids,)`, for all rows of a batch. Their rows must be kept (see `keep`); other rows are
+                undefined. More than `capacity` are formed in pieces at every use.
+            places: Where in `ids` the ids of each row of the batch are, of shape `(batch_size, num_own)`. Only if
+                `are_shared`. Default: every row takes all.
         """
-        ids = (ids[0] if ids.ndim == 2 and len(ids) == 1 else ids).to(self.device)
-        if ids.numel() > self.capacity:
+        ids = ids.to(self.device)
+        if len(ids) > self.capacity:
             return TakenRows(self, ids, None)
         assert self._kept is not None
-        held = self._kept.index_select(0, self._slot_of[ids].clamp_min(0).flatten())
-        return TakenRows(self, ids, held.view(*ids.shape, -1))
+        slots = self._slot_of[ids].clamp_min(0)
+        if self._kernels is None:
+            assert places is None
+            return TakenRows(self, ids, self._kept.index_select(0, slots))
+        return KeptRows(self, slots, None if places is None else places.to(self.device))
 
-    def form(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+    def form(self, ids: Tensor) -> Tensor:
         """Form rows of some ids.
 
         Args:
             ids: Of shape `(num_ids,)`, on the embeddings' device.
-            out: Receives the rows, if given.
 
         Returns:
-            Rows in float32, of shape `(num_ids, num_anchors)`; `out` if given.
+            Rows in float32, of shape `(num_ids, num_anchors)`.
         """
-        if out is None:
-            out = self._anchor_inverse_norms.new_empty(len(ids), self._num_anchors)
-        num_scratch = max(1, _SCRATCH_BYTES // (4 * len(self._axes)))
+        return torch.cat(list(self._formed(ids)))
+
+    def _products_of(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Ids, as many as fit, and the products of their embeddings with `_axes`."""
+        for part in ids.split(max(1, _SCRATCH_BYTES // (4 * len(self._axes)))):
+            yield part, _products(self._embeddings[part], self._axes)
+
+    def _formed(self, ids: Tensor) -> Iterator[Tensor]:
+        """Form the rows of some ids, a few at a time."""
         num_block = max(1, (_CUDA_BLOCK_BYTES if ids.is_cuda else _BLOCK_BYTES) // (4 * self._num_anchors))
-        for part, rows in zip(ids.split(num_scratch), out.split(num_scratch), strict=True):
-            products = _products(self._embeddings[part], self._axes)
-            blocks = zip(part.split(num_block), products.split(num_block), rows.split(num_block), strict=True)
-            for few_ids, few, into in blocks:
+        for part, products in self._products_of(ids):
+            for few_ids, few in zip(part.split(num_block), products.split(num_block), strict=True):
                 if self._columns is not None:
                     few = few.index_select(1, self._columns)
                 few.mul_(self._anchor_inverse_norms)
@@ -140,13 +185,45 @@ class RelativeRows:
                 else:
                     lengths = torch.linalg.vector_norm(few, dim=-1, keepdim=True)
                     few.mul_(self._sharpness / lengths.clamp_min_(_TINY))
-                torch.softmax(few, -1, out=into)
-        return out
+                yield torch.softmax(few, -1)
 
     def forget(self) -> None:
         """Free the memory of the kept rows."""
         self._slot_of.fill_(-1)
-        self._num_kept, self._kept = 0, None
+        self._id_at.fill_(len(self._slot_of) - 1)
+        self._used_at.fill_(0)
+        self._kept = None
+
+
+class KeptRows:
+    """Products with kept rows, which are read where they are.
+
+    Args:
+        rows: Keeps them.
+        slots: Their slots, of shape `(num_ids,)`.
+        places: Which of them each row of a batch takes, of shape `(batch_size, num_own)`; None for all.
+    """
+
+    def __init__(self, rows: RelativeRows, slots: Tensor, places: Tensor | None):
+        self._rows = rows
+        self._slots = slots
+        self._factors = rows._factors[slots]
+        self._places = places
+
+    def combine(self, probs: Tensor) -> Tensor:
+        """Sum the rows weighted by probabilities; see `TakenRows.combine`."""
+        weights, rows = probs.to(self._slots.device), self._rows
+        if self._places is not None:
+            weights = weights.new_zeros(len(weights), len(self._slots)).scatter_(1, self._places, weights)
+        found: Tensor = rows._kernels.combine(rows._kept, self._slots, weights * self._factors, rows._num_anchors)
+        return found[:, rows._places].to(probs.device)
+
+    def compare(self, weights: Tensor) -> Tensor:
+        """Multiply every row by weights of the anchors; see `TakenRows.compare`."""
+        rows = self._rows
+        moved = weights.to(self._slots.device)[:, rows._order]
+        found: Tensor = rows._kernels.compare(rows._kept, self._slots, moved) * self._factors
+        return (found if self._places is None else found.gather(1, self._places)).to(weights.device)
 
 
 class TakenRows:
@@ -154,9 +231,8 @@ class TakenRows:
 
     Args:
         rows: Forms rows that are not held.
-        ids: Of shape `(num_ids,)` or `(batch_size, num_ids)`.
-        held: Their rows, of shape `(num_ids, num_anchors)` or `(batch_size, num_ids, num_anchors)`; None if they are to be
-            formed in pieces at every use.
+        ids: Of shape `(num_ids,)`.
+        held: Their rows, of shape `(num_ids, num_anchors)`; None if they are to be formed in pieces at every use.
     """
 
     def __init__(self, rows: RelativeRows, ids: Tensor, held: Tensor | None):
@@ -173,8 +249,8 @@ class TakenRows:
         Returns:
             Of shape `(batch_size, num_anchors)`, on the device of `probs`.
         """
-        weights = probs.to(self._ids.device)[:, None]
-        products = ((weights[..., part] @ rows)[:, 0] for part, rows in self._blocks())
+        weights = probs.to(self._ids.device)
+        products = (weights[:, part] @ rows for part, rows in self._blocks())
         return functools.reduce(torch.add, products).to(probs.device)
 
     def compare(self, weights: Tensor) -> Tensor:
@@ -187,8 +263,6 @@ class TakenRows:
             Of shape `(batch_size, num_ids)`, on the device of `weights`.
         """
         moved = weights.to(self._ids.device)
-        if self._held is not None and self._ids.ndim == 2:
-            return (self._held @ moved[..., None])[..., 0].to(weights.device)
         return torch.cat([moved @ rows.T for _, rows in self._blocks()], dim=-1).to(weights.device)
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -198,6 +272,39 @@ class TakenRows:
         size = max(1, self._rows.capacity // 4)
         for start in range(0, len(self._ids), size):
             yield slice(start, start + size), self._rows.form(self._ids[start : start + size])
+
+
+def distinct_ids(ids: Tensor, is_asked: Tensor, every: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the different ids of a batch, without reading on the host.
+
+    Args:
+        ids: Of shape `(batch_size, num_own)`.
+        is_asked: The rows that count, of shape `(batch_size,)`.
+        every: All ids there are, of shape `(vocab_size,)`.
+        capacity: Largest number to return.
+
+    Returns:
+        The different ids, of shape `(num_ids,)`, filled up with 0; where the ids of each row are among them, of the shape
+        of `ids`; and how many there are.
+    """
+    most, none = min(capacity, ids.numel()), len(every)
+    is_wanted = torch.zeros(none + 1, dtype=torch.bool, device=ids.device)
+    is_wanted.index_fill_(0, torch.where(is_asked[:, None], ids, none).flatten(), True)
+    is_wanted = is_wanted[:none]
+    place = is_wanted.cumsum(0) - 1
+    distinct = every.new_zeros(most + 1)
+    distinct.scatter_(0, torch.where(is_wanted, place.clamp_max(most), most), every)
+    return distinct[:most], place.clamp(0, most - 1)[ids], is_wanted.sum()
+
+
+def _kernels(device: torch.device) -> Any:
+    """Our kernels for rows on a device; None if there are none."""
+    if device.type != "cuda":
+        return None
+    try:
+        return importlib.import_module(".relative_kernels", __package__)
+    except ImportError:  # no Triton: PyTorch's kernels, one row of a batch after the other
+        return None
 
 
 def inverse_norms(embeddings: Tensor) -> Tensor:
