@@ -68,9 +68,14 @@ class RelativeRows:
             self._width = -(-self._num_anchors // block) * block
             if embeddings.dtype != torch.float32 and sharpness is not None:
                 self._dtype = torch.float16
-            # Kept in the order of the products' columns, so that neighbours are read together.
-            self._order = (anchor_ids if self._columns is None else self._columns).argsort()
-            self._places = self._order.argsort()
+            # Kept in the order of ids, so that neighbours in a row of products are read together.
+            order = anchor_ids.argsort()
+            self._column_of = (order if self._columns is None else self._columns[order]).int()
+            self._scale_of = self._anchor_inverse_norms[order]
+            self._order: Tensor | None = None
+            self._places: Tensor | None = None
+            if bool((anchor_ids.diff() < 0).any()):
+                self._order, self._places = order, order.argsort()
         self.are_shared = self._kernels is not None
         self.capacity = max(1, min(vocab_size, _CACHE_BYTES // (self._dtype.itemsize * self._width)))
         # The last place of each is for none.
@@ -128,12 +133,10 @@ class RelativeRows:
                 self._kept.index_copy_(0, slots[begin : begin + len(block)], block)
                 begin += len(block)
             return
-        columns = self._order if self._columns is None else self._columns[self._order]
-        scales = self._anchor_inverse_norms[self._order]
         for part, products in self._products_of(ids):
             own, slots_of_part, slots = self._inverse_norms[part], slots[: len(part)], slots[len(part) :]
             self._kernels.keep_rows(
-                products, columns, scales, own if self._sharpness is None else None, self._sharpness or 0.0,
+                products, self._column_of, self._scale_of, own if self._sharpness is None else None, self._sharpness or 0.0,
                 self._kept, self._factors, slots_of_part,
             )  # fmt: skip
 
@@ -216,12 +219,13 @@ class KeptRows:
         if self._places is not None:
             weights = weights.new_zeros(len(weights), len(self._slots)).scatter_(1, self._places, weights)
         found: Tensor = rows._kernels.combine(rows._kept, self._slots, weights * self._factors, rows._num_anchors)
-        return found[:, rows._places].to(probs.device)
+        return (found if rows._places is None else found[:, rows._places]).to(probs.device)
 
     def compare(self, weights: Tensor) -> Tensor:
         """Multiply every row by weights of the anchors; see `TakenRows.compare`."""
         rows = self._rows
-        moved = weights.to(self._slots.device)[:, rows._order]
+        moved = weights.to(self._slots.device)
+        moved = moved if rows._order is None else moved[:, rows._order]
         found: Tensor = rows._kernels.compare(rows._kept, self._slots, moved) * self._factors
         return (found if self._places is None else found.gather(1, self._places)).to(weights.device)
 

@@ -14,6 +14,9 @@ WIDTH_OF_BLOCKS = 512
 _FULL = 32768.0
 """What the largest entry of a row is kept as."""
 
+_ROWS, _BLOCK, _SPLITS = 4, 512, 8
+"""How products are read: rows and columns at once, and parts of a row in parallel."""
+
 _MOST_ROWS = 32
 """Maximum number of rows of a batch in one program."""
 
@@ -40,44 +43,74 @@ def keep_rows(
         scales: Gets the factors, of shape `(capacity,)`; changed in place.
         slots: Where each row goes, of shape `(num_ids,)`.
     """
-    is_scaled = own_scales is None
-    _keep_rows[(len(products),)](
-        products, columns, anchor_scales, scales if own_scales is None else own_scales, kept, scales, slots, sharpness,
-        len(columns), products.stride(0), kept.stride(0), is_scaled, _FULL, 2048, num_warps=8,
+    num_ids, num_anchors = len(products), len(columns)
+    split = triton.cdiv(triton.cdiv(num_anchors, _SPLITS), _BLOCK) * _BLOCK
+    grid = triton.cdiv(num_ids, _ROWS), triton.cdiv(num_anchors, split)
+    squares, highest, sums = (products.new_empty(grid[1], num_ids) for _ in range(3))
+    _measure_rows[grid](
+        products, columns, anchor_scales, squares, highest, num_ids, num_anchors, products.stride(0), split, _ROWS, _BLOCK,
+        num_warps=4,
     )  # fmt: skip
+    lengths = squares.sum(0).sqrt_().clamp_min_(1e-30)
+    factors = sharpness / lengths if own_scales is None else own_scales
+    _keep_rows[grid](
+        products, columns, anchor_scales, highest.amax(0), factors, kept, slots, sums, num_ids, num_anchors,
+        products.stride(0), kept.stride(0), split, _FULL, _ROWS, _BLOCK, num_warps=4,
+    )  # fmt: skip
+    scales.index_copy_(0, slots, sums.sum(0).reciprocal_())
 
 
-@triton.jit(do_not_specialize=["num_anchors"])
-def _keep_rows(
-    products, columns, anchor_scales, own_scales, kept, scales, slots, sharpness,
-    num_anchors, num_columns, width, IS_SCALED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["num_ids", "num_anchors"])
+def _measure_rows(
+    products, columns, anchor_scales, squares, highest, num_ids, num_anchors, num_columns, split,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    products += row * num_columns
-    squares = tl.zeros((BLOCK,), tl.float32)
-    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, num_anchors, BLOCK):
+    """Sum the squares of a part of some rows, and find the largest number in it."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begin = tl.program_id(1) * split
+    is_row = row < num_ids
+    squared = tl.zeros((ROWS, BLOCK), tl.float32)
+    largest = tl.full((ROWS, BLOCK), float("-inf"), tl.float32)
+    for start in range(begin, tl.minimum(begin + split, num_anchors), BLOCK):
         at = start + tl.arange(0, BLOCK)
-        is_there = at < num_anchors
-        column = tl.load(columns + at, mask=is_there, other=0)
-        x = tl.load(products + column, mask=is_there, other=0.0)
-        x *= tl.load(anchor_scales + at, mask=is_there, other=0.0)
-        squares += x * x
-        highest = tl.maximum(highest, tl.where(is_there, x, float("-inf")))
-    top = tl.max(highest, 0)
-    factor = sharpness / tl.maximum(tl.sqrt(tl.sum(squares, 0)), 1e-30) if IS_SCALED else tl.load(own_scales + row)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, num_anchors, BLOCK):
+        is_there = is_row[:, None] & (at < num_anchors)[None, :]
+        x = _similarities(products, columns, anchor_scales, row, at, is_there, num_anchors, num_columns)
+        squared += x * x
+        largest = tl.maximum(largest, tl.where(is_there, x, float("-inf")))
+    place = tl.program_id(1) * num_ids + row
+    tl.store(squares + place, tl.sum(squared, 1), mask=is_row)
+    tl.store(highest + place, tl.max(largest, 1), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_anchors"])
+def _keep_rows(
+    products, columns, anchor_scales, highest, factors, kept, slots, sums, num_ids, num_anchors, num_columns, width, split,
+    FULL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keep a part of some rows, and sum it."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begin = tl.program_id(1) * split
+    is_row = row < num_ids
+    top = tl.load(highest + row, mask=is_row, other=0.0)
+    factor = tl.load(factors + row, mask=is_row, other=0.0)
+    place = tl.load(slots + row, mask=is_row, other=0).to(tl.int64) * width
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(begin, tl.minimum(begin + split, num_anchors), BLOCK):
         at = start + tl.arange(0, BLOCK)
-        is_there = at < num_anchors
-        column = tl.load(columns + at, mask=is_there, other=0)
-        x = tl.load(products + column, mask=is_there, other=0.0)
-        x *= tl.load(anchor_scales + at, mask=is_there, other=0.0)
-        share = (tl.exp((x - top) * factor) * FULL).to(kept.dtype.element_ty)
-        tl.store(kept + slot * width + at, share, mask=is_there)
+        is_there = is_row[:, None] & (at < num_anchors)[None, :]
+        x = _similarities(products, columns, anchor_scales, row, at, is_there, num_anchors, num_columns)
+        share = (tl.exp((x - top[:, None]) * factor[:, None]) * FULL).to(kept.dtype.element_ty)
+        tl.store(kept + place[:, None] + at[None, :], share, mask=is_there)
         total += tl.where(is_there, share.to(tl.float32), 0.0)
-    tl.store(scales + slot, 1.0 / tl.sum(total, 0))
+    tl.store(sums + tl.program_id(1) * num_ids + row, tl.sum(total, 1), mask=is_row)
+
+
+@triton.jit
+def _similarities(products, columns, anchor_scales, row, at, is_there, num_anchors, num_columns):
+    column = tl.load(columns + at, mask=at < num_anchors, other=0)
+    scale = tl.load(anchor_scales + at, mask=at < num_anchors, other=0.0)
+    place = row[:, None].to(tl.int64) * num_columns + column[None, :]
+    return tl.load(products + place, mask=is_there, other=0.0) * scale[None, :]
 
 
 def combine(kept: Tensor, slots: Tensor, weights: Tensor, num_anchors: int) -> Tensor:
@@ -94,7 +127,8 @@ def combine(kept: Tensor, slots: Tensor, weights: Tensor, num_anchors: int) -> T
     """
     weights = weights.contiguous()
     found = weights.new_empty(len(weights), num_anchors)
-    rows, anchors, ids = _rows_at_once(len(weights)), 128, 32
+    rows = _rows_at_once(len(weights))
+    anchors, ids = 128, 16 if rows == 1 else 32
     _combine[(triton.cdiv(num_anchors, anchors), triton.cdiv(len(weights), rows))](
         kept, slots, weights, found, len(slots), num_anchors, kept.stride(0), len(weights), rows, ids, anchors,
         num_warps=4,
@@ -110,7 +144,7 @@ def _combine(
     at = tl.program_id(0) * ANCHORS + tl.arange(0, ANCHORS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
-    total = tl.zeros((ROWS, ANCHORS), tl.float32)
+    sums = tl.zeros((IDS if ROWS == 1 else ROWS, ANCHORS), tl.float32)
     for start in range(0, num_ids, IDS):
         i = start + tl.arange(0, IDS)
         is_there = i < num_ids
@@ -118,12 +152,13 @@ def _combine(
         r = tl.load(kept + slot[:, None] * width + at[None, :], mask=is_there[:, None], other=0.0).to(tl.float32)
         if ROWS == 1:
             w = tl.load(weights + i, mask=is_there, other=0.0)
-            total += tl.sum(w[:, None] * r, 0)[None, :]
+            sums += w[:, None] * r
         else:
             is_read = is_row[:, None] & is_there[None, :]
             w = tl.load(weights + row[:, None] * num_ids + i[None, :], mask=is_read, other=0.0)
-            total += tl.dot(w, r, input_precision="tf32x3")
+            sums += tl.dot(w, r, input_precision="tf32x3")
     place = row[:, None].to(tl.int64) * num_anchors + at[None, :]
+    total = tl.sum(sums, 0)[None, :] if ROWS == 1 else sums
     tl.store(found + place, total, mask=is_row[:, None] & (at < num_anchors)[None, :])
 
 

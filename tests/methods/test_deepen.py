@@ -28,6 +28,7 @@ class Case:
     def __init__(self, tokenizers, batch_size=4, widths=(12, 20, 7), seed=0, spread=3.0):
         generator = torch.Generator().manual_seed(seed)
         self.tokenizers = tokenizers
+        self.device = torch.device("cpu")
         self.members = [ReferenceMember(tiny.ScriptedModel(t), t) for t in tokenizers]
         sizes = [tiny.rows_of(tokenizer) for tokenizer in tokenizers]
         self.embeddings = [
@@ -41,7 +42,7 @@ class Case:
         self.eos_ids = [sorted(member.eos_ids) for member in self.members]
 
     def method(self, config) -> Deepen:
-        return Deepen(self.union, self.eos_ids, torch.device("cpu"), self.embeddings, config)
+        return Deepen(self.union, self.eos_ids, self.device, self.embeddings, config)
 
     def mix(self, config):
         with torch.no_grad():

@@ -52,6 +52,7 @@ def kernels(request, monkeypatch):
 
 
 def on(device, case):
+    case.device = torch.device(device)
     case.embeddings = [embedding.to(device) for embedding in case.embeddings]
     case.logits = [logits.to(device) for logits in case.logits]
     case.weights = case.weights.to(device)
