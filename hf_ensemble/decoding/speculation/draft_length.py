@@ -25,6 +25,10 @@ _MORE_CREDIT = 0.01
 """How much more each round, so that drafts that never pay cost no more than this share of the time."""
 _MOST_CREDIT = 6.0
 """No gain lets them cost more than this later."""
+_REPAID, _LEAST_GAIN = 0.25, 0.1
+"""While nothing is drafted because the credit is used up, this share of what drafts would gain in a round, above this
+part of a plain step, comes back in it: they may have lost by bad luck.
+"""
 _MOST_LOSS = 1.5
 """The most that one round can cost: whatever took longer was other work of the machine."""
 
@@ -38,7 +42,8 @@ class DraftLength:
     costs nothing and turns on again when it would pay.
 
     Estimates may be wrong, and trying out a length that doesn't pay costs time. So what drafts have gained and lost is
-    counted, and where they have lost more than a small share of the time, nothing is drafted for a while.
+    counted, and where they have lost more than a small share of the time, nothing is drafted for a while: until the
+    drafters' own choices, which are compared in plain steps too, say that drafts would pay.
 
     Args:
         lengths: The lengths to choose from, 0 among them.
@@ -80,10 +85,16 @@ class DraftLength:
         Returns:
             The drafter and the length; 0 to draft nothing.
         """
-        if self._least_seconds(0) is None or self._credit < 0:
-            return drafters[0], 0
+        none = drafters[0], 0
+        if self._least_seconds(0) is None:
+            return none
         ways = ((name, length) for length in self._lengths for name in drafters)
-        return max(ways, key=lambda way: self._rate(way[0], way[1], share))
+        best = max(ways, key=lambda way: self._rate(*way, share))
+        if self._credit >= 0:
+            return best
+        gain = self._rate(*best, share) / self._rate(*none, share) - 1
+        self._credit += _REPAID * max(0.0, gain - _LEAST_GAIN)
+        return none
 
     def verified(self, length: int, seconds: float, num_decided: float) -> None:
         """Record how long it took to verify drafts: a round without drafting.
