@@ -38,6 +38,9 @@ _MOST_SPARE = 4
 So a last, small batch neither frees what the next batches need, nor captures graphs again.
 """
 
+_SPARE_BYTES = 512 * 2**20
+"""Unused buffers of other sizes are kept for calls like those that they were made for, up to so much memory per member."""
+
 Masks = Callable[[Tensor, int], Any]
 
 
@@ -254,6 +257,11 @@ class StaticBuffers:
             there, here = (sent(list(some), self.device) for some in (rows, into))
             self.cache.take(other.cache, there, here, length)
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the slots."""
+        return sum(held.nbytes for held in self.cache.blocks)
+
     def clear(self) -> None:
         """Clear the slots: even unseen slots must hold numbers."""
         with self._context():
@@ -337,8 +345,12 @@ class BufferPool:
                     self._free.remove(buffers)
                     buffers.clear()
                     return buffers
-            while self._free:
-                self._free.pop().wait()  # for a step that ran ahead, because its memory is about to be reused
+            num_bytes = 0
+            for buffers in reversed(list(self._free)):
+                num_bytes += buffers.num_bytes
+                if num_bytes > _SPARE_BYTES or (buffers.made_for, buffers.is_fused) != made:
+                    self._free.remove(buffers)
+                    buffers.wait()  # for a step that ran ahead, because its memory is about to be reused
         return StaticBuffers(self._member, num_rows, capacity, *made)
 
     def release(self, buffers: StaticBuffers) -> None:

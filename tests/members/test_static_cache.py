@@ -4,12 +4,14 @@ import contextlib
 import functools
 import gc
 import itertools
+import weakref
 
 import pytest
 import torch
 
 from hf_ensemble import EnsembleForCausalLM, MemberError
 from hf_ensemble.decoding.speculation.draft_length import DraftLength
+from hf_ensemble.members import static_buffers
 from hf_ensemble.members.local import LocalMember
 from hf_ensemble.members.state import MemberState, PlainContext
 from hf_ensemble.members.static_buffers import BufferPool, _SlotCache, masks_of
@@ -212,6 +214,27 @@ def test_buffers_for_more_rows_serve_fewer(static):
         assert pool.acquire(num_rows, 64) is buffers
     pool.release(buffers)
     assert pool.acquire(1, 64) is not buffers
+
+
+def test_calls_of_different_sizes_in_turn_find_their_buffers_again(static, monkeypatch):
+    """Small ones: what takes much memory goes when something else is needed."""
+    member = pair()._members[0]
+
+    def call(length):
+        state = MemberState(member, [PlainContext([20 + n % 50 for n in range(length)])])
+        with torch.no_grad():
+            state.logits()
+        return weakref.ref(state.caches._buffers)
+
+    first = [call(10), call(200)]
+    assert all(buffers() is not None for buffers in first)
+    assert [call(length)() for length in (10, 200, 10)] == [first[n]() for n in (0, 1, 0)]
+    sizes = [buffers().num_bytes for buffers in first]
+    assert 0 < sizes[0] < sizes[1]
+    monkeypatch.setattr(static_buffers, "_SPARE_BYTES", sizes[0])
+    last = call(400)
+    # The one used last comes first.
+    assert [buffers() is not None for buffers in (*first, last)] == [True, False, True]
 
 
 def test_fewer_rows_in_buffers_for_more_are_up_to_date(static):

@@ -88,11 +88,14 @@ class DraftLength:
         none = drafters[0], 0
         if self._least_seconds(0) is None:
             return none
-        ways = ((name, length) for length in self._lengths for name in drafters)
-        best = max(ways, key=lambda way: self._rate(*way, share))
+
+        def rate(way: tuple[str, int]) -> float:
+            return self._rate(way[0], way[1], share)
+
+        best = max(((name, length) for length in self._lengths for name in drafters), key=rate)
         if self._credit >= 0:
             return best
-        gain = self._rate(*best, share) / self._rate(*none, share) - 1
+        gain = rate(best) / rate(none) - 1
         self._credit += _REPAID * max(0.0, gain - _LEAST_GAIN)
         return none
 
