@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CACHE_BYTES = 512 * 2**20
+_CACHE_BYTES = 320 * 2**20
 """Largest memory of one member's kept rows."""
 
 _COPY_BYTES = 256 * 2**20
