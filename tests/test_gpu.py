@@ -27,6 +27,21 @@ def make(method, devices):
     return EnsembleForCausalLM.from_members(models, tokenizers, method=method)
 
 
+def test_members_that_torchao_made_int8_are_captured_and_write_the_same_text():
+    quantization = pytest.importorskip("torchao.quantization")
+    texts = []
+    for mode in (None, "repack"):
+        ensemble = make("gac", ("cuda", "cuda"))
+        for member in ensemble._members:
+            quantization.quantize_(member.model, quantization.Int8WeightOnlyConfig(version=2))
+            if mode is not None:
+                member.cache_mode = mode
+        texts.append(generate(ensemble, do_sample=False))
+        if mode is None:
+            assert any(buffers._steps for member in ensemble._members for buffers in member.buffer_pool._free)
+    assert texts[0] == texts[1]
+
+
 def generate(ensemble, **options):
     inputs = ensemble.tokenizer(PROMPTS, return_tensors="pt", padding=True).to(ensemble.device)
     return ensemble.generate(**inputs, max_new_tokens=16, **options).tolist()

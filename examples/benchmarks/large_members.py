@@ -23,6 +23,7 @@ import torch
 from decode import naive_step
 from measure import Peak, gpu_events, seconds_of
 from members import SHAPES, push_along, random_members
+from quantized import quantisation
 from report import milliseconds, print_heads, print_row, setting
 from spans import NUM_PUSHED_IDS, WORDS_APART, timed
 from texts import Replay, text_ids
@@ -244,17 +245,28 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[8, 32], help="batches to time besides one row")
     parser.add_argument("--lengths", nargs="*", type=int, default=[], help="prompts to time at besides --prompt")
     parser.add_argument("--spans", nargs="*", type=int, default=[], help="lengths of spans to time, in words")
+    parser.add_argument("--weights", choices=["torchao-int8", "torchao-int4"], help="quantise the members first")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--plot", help="file to draw to")
     args = parser.parse_args()
     args.batches = sorted({1, *args.batches})
     ensemble = random_members(args.members, args.tokenizers, args.devices, ReplayingEnsemble)
+    if args.weights:
+        from torchao.quantization import quantize_
+
+        for model in ensemble.members:
+            quantize_(model, quantisation(args.weights, args.devices[0]).quant_type)
     longest = max([args.prompt, *args.lengths]) + max(args.new_tokens, NUM_PROFILED)
     texts = [text_ids(tokenizer, longest) for tokenizer in ensemble.tokenizers]
     ensemble.replayed_ids = texts[0].tolist()
     texts[0] = texts[0].to(ensemble.device)
     modes = ", ".join(member.cache_mode for member in ensemble.member_views)
-    details = f"{len(args.devices)} devices", "bfloat16", f"prompt {args.prompt}", f"{args.new_tokens} new tokens"
+    details = (
+        f"{len(args.devices)} devices",
+        args.weights or "bfloat16",
+        f"prompt {args.prompt}",
+        f"{args.new_tokens} new tokens",
+    )
     print(setting(args.devices[0], *details, f"caches: {modes}"))
 
     first = texts[0][None, : args.prompt], args.new_tokens, args.methods[0]

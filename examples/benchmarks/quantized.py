@@ -31,7 +31,7 @@ PROMPTS = (PROMPT, QUESTIONS, "The capital of France is", "Water boils at", "Onc
 """Read one by one."""
 
 
-def quantisation(kind: str) -> Any:
+def quantisation(kind: str, device: str = "cpu") -> Any:
     """Return the configuration of a kind; None for plain weights."""
     if kind == "torchao-int8":
         from torchao.quantization import Int8WeightOnlyConfig
@@ -39,9 +39,11 @@ def quantisation(kind: str) -> Any:
 
         return TorchAoConfig(Int8WeightOnlyConfig(version=2))
     if kind == "torchao-int4":
-        from torchao.quantization import IntxWeightOnlyConfig, PerGroup
+        from torchao.quantization import Int4WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
         from transformers import TorchAoConfig
 
+        if device != "cpu":
+            return TorchAoConfig(Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
         # Numbers of four bits, each kept in a byte: the one int4 of torchao that every CPU runs.
         return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
     if kind.startswith("bitsandbytes"):

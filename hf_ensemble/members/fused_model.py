@@ -47,8 +47,11 @@ def fused_model(member: MemberModel) -> Any:
             num_layers += 1
         elif type(part) in norms:
             _run_by(part, _norm, kernels)
-        elif type(part) is torch.nn.Linear and _is_plain(part.weight):
-            _run_by(part, _linear, kernels)
+        elif type(part) is torch.nn.Linear:
+            if _is_plain(part.weight):
+                _run_by(part, _linear, kernels)
+            elif (rows := _int8_rows(part.weight)) is not None:
+                _run_by(part, _int8_linear, kernels, *rows)
     if num_layers != model.config.get_text_config(decoder=True).num_hidden_layers:
         raise MemberError(f"not all of its layers have the attention of {', '.join(_KNOWN.values())}")
     return twin
@@ -103,6 +106,17 @@ def _is_plain(weight: Tensor) -> bool:
     return type(weight) is torch.nn.Parameter and weight.is_contiguous()
 
 
+def _int8_rows(weight: Any) -> tuple[Tensor, Tensor] | None:
+    """The numbers of torchao's `Int8WeightOnlyConfig`, and a factor for each row; None for any other weight."""
+    others = ("act_quant_kwargs", "act_pre_scale")
+    if type(weight).__name__ != "Int8Tensor" or any(getattr(weight, name, None) is not None for name in others):
+        return None
+    numbers, scale = weight.qdata, weight.scale
+    if numbers.ndim != 2 or not numbers.is_contiguous() or scale.numel() not in (1, len(numbers)):
+        return None
+    return numbers, scale.float().flatten().expand(len(numbers)).contiguous()
+
+
 def _window(attention: Any) -> int | None:
     """Return how many slots a query of a layer sees; None for all."""
     config, width = attention.config, attention.head_dim
@@ -145,5 +159,13 @@ def _norm(norm: Any, kernels: Any, states: Tensor) -> Tensor:
 def _linear(linear: Any, kernels: Any, states: Tensor) -> Tensor:
     if states.numel() == states.shape[-1]:
         found: Tensor = kernels.product(states, linear.weight, linear.bias)
+        return found
+    return torch.nn.functional.linear(states, linear.weight, linear.bias)
+
+
+def _int8_linear(linear: Any, kernels: Any, numbers: Tensor, scale: Tensor, states: Tensor) -> Tensor:
+    # torchao writes out the matrix in the dtype of the states every time.
+    if states.numel() <= kernels.MOST_VECTORS * states.shape[-1]:
+        found: Tensor = kernels.product(states, numbers, linear.bias, scale)
         return found
     return torch.nn.functional.linear(states, linear.weight, linear.bias)

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+MOST_VECTORS = 32
+"""Number of vectors up to which a matrix in int8 is multiplied as it is."""
+
 _MOST_SPLITS = 64
 """Maximum number of parts in which the slots of a row are read in parallel."""
 
@@ -50,29 +53,52 @@ def _rms_norm(states, weight, found, width, epsilon, ADDS_ONE: tl.constexpr, BLO
     tl.store(found + start + at, x.to(kind), mask=is_there)
 
 
-def product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply a matrix with a single vector.
+def product(states: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
+    """Multiply a matrix with a single vector or, if it is in int8, with up to `MOST_VECTORS`.
 
     Args:
-        states: Of shape `(..., width)`, with `width` numbers in all.
+        states: Of shape `(..., width)`.
         weight: Of shape `(num_out, width)`, contiguous.
         bias: Of shape `(num_out,)`.
+        scale: Factors for the rows of a matrix in int8, in float32, of shape `(num_out,)`.
 
     Returns:
         Of shape `(..., num_out)`.
     """
     num_out, width = weight.shape
-    found = states.new_empty(*states.shape[:-1], num_out)
+    num_vectors = states.numel() // width
+    states, found = states.contiguous(), states.new_empty(*states.shape[:-1], num_out)
+    # Those that are not there are not read.
+    inputs = states, weight, weight if scale is None else scale, weight if bias is None else bias, found
+    if num_vectors > 1:
+        grid = (triton.cdiv(num_out, 32),)
+        of_each = max(16, triton.next_power_of_2(num_vectors))
+        _products[grid](
+            *inputs,
+            width,
+            num_out,
+            num_vectors,
+            bias is not None,
+            32,
+            128,
+            of_each,
+            _precision(states),
+            num_warps=4,
+            num_stages=5,
+        )
+        return found
     block = 1024 if width % 1024 == 0 else 512
-    bias_or_any = weight if bias is None else bias
     _product[(num_out,)](
-        states, weight, bias_or_any, found, width, bias is not None, width % block == 0, block, num_warps=block // 256
+        *inputs, width, scale is not None, bias is not None, width % block == 0, block, num_warps=block // 256
     )
     return found
 
 
 @triton.jit
-def _product(states, weight, bias, found, width, HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK: tl.constexpr):
+def _product(
+    states, weight, scale, bias, found, width,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -84,12 +110,43 @@ def _product(states, weight, bias, found, width, HAS_BIAS: tl.constexpr, IS_EVEN
         else:
             is_there = start + at < width
             x = tl.load(states + start + at, mask=is_there, other=0.0)
-            w = tl.load(weight + start + at, mask=is_there, other=0.0)
+            w = tl.load(weight + start + at, mask=is_there, other=0)
         total += x.to(tl.float32) * w.to(tl.float32)
     y = tl.sum(total, 0)
+    if HAS_SCALE:
+        y *= tl.load(scale + row)
     if HAS_BIAS:
         y += tl.load(bias + row).to(tl.float32)
     tl.store(found + row, y.to(found.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["num_vectors"])
+def _products(
+    states, weight, scale, bias, found, width, num_out, num_vectors,
+    HAS_BIAS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row, vector = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.arange(0, VECTORS)
+    along = tl.arange(0, BLOCK)
+    is_row, is_vector = row < num_out, vector < num_vectors
+    total = tl.zeros((OUT, VECTORS), tl.float32)
+    for start in range(0, width, BLOCK):
+        at = start + along
+        is_there = at < width
+        w_at = row[:, None].to(tl.int64) * width + at[None, :]
+        w = tl.load(weight + w_at, mask=is_row[:, None] & is_there[None, :], other=0)
+        x_at = vector[None, :] * width + at[:, None]
+        x = tl.load(states + x_at, mask=is_vector[None, :] & is_there[:, None], other=0.0)
+        # Whole numbers up to 127 are exact in any dtype.
+        total = tl.dot(w.to(x.dtype), x, total, input_precision=PRECISION)
+    total *= tl.load(scale + row, mask=is_row, other=0.0)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    place = vector[None, :].to(tl.int64) * num_out + row[:, None]
+    tl.store(found + place, total.to(found.dtype.element_ty), mask=is_row[:, None] & is_vector[None, :])
+
+
+def _precision(states: Tensor) -> str:
+    return "ieee" if states.dtype == torch.float32 else "tf32"
 
 
 def rotate_and_keep(
@@ -190,7 +247,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale
     _attend[(num_rows * num_kept, num_splits, num_blocks)](
         query, keys, values, positions, parts, logsums, scale, keys.stride(0), keys.stride(1),
         num_new, num_kept, num_splits, split, group, window or 0, width, block,
-        "ieee" if query.dtype == torch.float32 else "tf32", num_warps=4,
+        _precision(query), num_warps=4,
     )  # fmt: skip
     _join[(num_rows * num_kept, count)](
         parts, logsums, found, num_new, num_kept, num_splits, group, width, _MOST_SPLITS, num_warps=4

@@ -54,8 +54,11 @@ def attend(query, keys, values, positions, scale, window):
     return torch.einsum("rhns,rhsw->rnhw", shares, values)
 
 
-def product(states, weight, bias):
+def product(states, weight, bias, scale=None):
     assert weight.is_contiguous()
+    if scale is not None:
+        assert weight.dtype == torch.int8
+        weight = weight * scale[:, None]
     return torch.nn.functional.linear(states, weight, bias)
 
 
@@ -64,6 +67,7 @@ PLAIN = types.SimpleNamespace(
     product=product,
     rotate_and_keep=rotate_and_keep,
     attend=attend,
+    MOST_VECTORS=32,
 )
 
 
@@ -94,17 +98,22 @@ def ours():
 def kernels(request, monkeypatch):
     """The device of the members; what their kernels attended to is counted."""
     used = PLAIN if request.param == "plain" else ours()
-    calls = []
+    calls, products = [], []
+
+    def multiplied(states, weight, *args):
+        products.append((weight.dtype, states.numel() // states.shape[-1]))
+        return used.product(states, weight, *args)
 
     def counted(*args):
         calls.append(args)
         return used.attend(*args)
 
     counting = types.SimpleNamespace(
-        rms_norm=used.rms_norm, product=used.product, rotate_and_keep=used.rotate_and_keep, attend=counted
-    )
+        rms_norm=used.rms_norm, product=multiplied, rotate_and_keep=used.rotate_and_keep, attend=counted,
+        MOST_VECTORS=used.MOST_VECTORS,
+    )  # fmt: skip
     monkeypatch.setattr(fusing, "_kernels", lambda device: counting)
-    return types.SimpleNamespace(calls=calls, device="cpu" if request.param == "plain" else DEVICE)
+    return types.SimpleNamespace(calls=calls, products=products, device="cpu" if request.param == "plain" else DEVICE)
 
 
 @pytest.fixture
@@ -180,6 +189,37 @@ def test_weights_that_are_not_contiguous_are_read_right(kernels):
     with torch.no_grad():
         found, expected = state.logits(), member.model(torch.tensor([[5]], device=kernels.device)).logits[:, -1]
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+
+
+class Int8Tensor(torch.nn.Parameter):
+    """As torchao's, whose own products write out the whole matrix."""
+
+    act_quant_kwargs = None
+
+    def __new__(cls, weight):
+        scale = weight.detach().abs().amax(-1, keepdim=True) / 127
+        numbers = (weight.detach() / scale).round().to(torch.int8)
+        made = super().__new__(cls, numbers * scale, requires_grad=False)
+        made.qdata, made.scale = numbers, scale
+        return made
+
+
+def test_weights_of_torchao_in_int8_are_read_as_they_are(kernels):
+    model = KINDS["llama"](contracts.small()).to(kernels.device)
+    for part in model.modules():
+        if type(part) is torch.nn.Linear and part is not model.lm_head:
+            part.weight = Int8Tensor(part.weight)
+    model.model.layers[0].mlp.up_proj.weight.act_quant_kwargs = "rounds what it multiplies"
+    member = LocalMember(model, contracts.small())
+    found = follow(member, "fused", STEPS)
+    for one, expected in zip(found, follow(member, "recompute", STEPS), strict=True):
+        torch.testing.assert_close(one, expected, atol=2e-4, rtol=1e-3)
+    counts = [count for dtype, count in kernels.products if dtype == torch.int8]
+    # Each of two rows has 8, 1, 4, 1, 32 and 256 ids.
+    num_layers = model.config.num_hidden_layers
+    assert {count: counts.count(count) for count in counts} == {
+        16: 7 * num_layers - 1, 2: 2 * (7 * num_layers - 1), 8: 7 * num_layers - 1,
+    }  # fmt: skip
 
 
 def test_a_fused_model_leaves_nothing_for_the_garbage_collector(on_cpu):
@@ -261,6 +301,22 @@ def test_products_with_one_vector(width, has_bias):
         atol=1e-4,
         rtol=1e-4,
     )
+
+
+@needs_triton
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_vectors", [1, 3, 32])
+@pytest.mark.parametrize(("num_out", "width"), [(7, 48), (40, 512), (33, 1200)])
+def test_products_with_a_matrix_in_int8(num_out, width, num_vectors, has_bias):
+    generator = torch.Generator().manual_seed(width)
+    weight = torch.randint(-127, 128, (num_out, width), generator=generator, dtype=torch.int8).to(DEVICE)
+    states, scale, bias = (
+        drawn(1, num_vectors, width),
+        drawn(num_out).abs() / 100,
+        drawn(num_out) if has_bias else None,
+    )
+    found = ours().product(states, weight, bias, scale)
+    torch.testing.assert_close(found, product(states, weight, bias, scale), atol=1e-3, rtol=1e-4)
 
 
 @needs_triton
