@@ -32,6 +32,7 @@ from tqdm import tqdm
 from hf_ensemble import EnsembleForCausalLM, GacConfig
 from hf_ensemble.config import method_config
 from hf_ensemble.members.member import Member
+from hf_ensemble.members.member_model import tensors_of
 from hf_ensemble.members.state import MemberState, PlainContext
 from hf_ensemble.methods.base import CapturedMix
 
@@ -136,8 +137,8 @@ def memory_above(ensemble, ids: torch.Tensor, args: argparse.Namespace) -> float
     for method in args.methods:
         time_ensemble(ensemble, ids, args.new_tokens, method)
     caches = [buffers.cache for member in ensemble.member_views for buffers in member.buffer_pool._free]
-    held = [*ensemble.parameters(), *(tensor for cache in caches for tensor in (*cache.keys, *cache.values))]
-    return (peak.bytes() - sum(tensor.numel() * tensor.element_size() for tensor in held)) / 2**30
+    held = [*tensors_of(ensemble.members), *(tensor for cache in caches for tensor in cache.blocks)]
+    return (peak.bytes() - sum(tensor.nbytes for tensor in held)) / 2**30
 
 
 def show_copies(ensemble, ids: torch.Tensor, method: str) -> str:
@@ -300,7 +301,7 @@ def print_what_follows(ensemble, args: argparse.Namespace, prompt: torch.Tensor,
     """Print, beside the medians, what they are to be compared with, and how a step is spent."""
     names = [member.name for member in ensemble.member_views]
     bandwidth = copy_bandwidth(ensemble.device)
-    floors = [sum(p.numel() * p.element_size() for p in model.parameters()) / bandwidth for model in ensemble.members]
+    floors = [sum(tensor.nbytes for tensor in tensors_of([model])) / bandwidth for model in ensemble.members]
     captured = [middle[f"{name}, captured step of 1"] for name in names]
     with torch.no_grad():
         naive = [naive_step(ensemble, prompt, middle[f"{names[0]} alone, stock"]) for _ in range(3)]
