@@ -50,7 +50,7 @@ class EncoderDecoderMember(EncoderDecoderModel, LocalMember):
     offers = frozenset({Offer.ROWS, Offer.ENTRIES, Offer.EMBEDDINGS, Offer.SPANS, Offer.ANSWERS, Offer.LIKELIHOODS})
     kind = "an encoder-decoder model of this process"
     runs_in_loop = False
-
+    shares_beginnings = False  # what is before the answer goes through the encoder as a whole
     cache_modes = ("aligned", "recompute")
 
     def __init__(

@@ -52,6 +52,7 @@ class LocalMember(MemberModel, Member):
     offers = ALL_OFFERS
     kind = "a causal language model of this process"
     runs_in_loop = True
+    shares_beginnings = True
     cache_modes: ClassVar[Sequence[str]] = CACHE_MODES
     """The possible cache modes, the fastest first and `recompute` last."""
 

@@ -113,6 +113,8 @@ class Member(TokenizedMember, ABC):
     offers: ClassVar[frozenset[Offer]]
     runs_in_loop: ClassVar[bool] = False
     """Whether the stock loop can run it as the primary; otherwise its own state runs it at every step."""
+    shares_beginnings: ClassVar[bool] = False
+    """Whether rows of ids that begin alike may continue from one row that has read the beginning."""
     is_served: ClassVar[bool] = False
     """Whether it is behind a server."""
     writes_by_itself: ClassVar[bool] = False

@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..vocabulary.context import num_common
 from .cached_rows import AHEAD, CAPTURED_MODES, CachedRows
 from .entries import Entries, EntryIds
 from .member import Member
 from .transfer import sent
+
+_LEAST_SAVED = 256
+"""Number of ids, over all rows, that must be saved by reading what they begin with in a forward pass of its own."""
 
 
 @dataclass
@@ -85,6 +89,8 @@ class MemberState:
     def start(self, num_last: int | Sequence[int] = 1, rows: Sequence[int] | None = None) -> None:
         """Start the work for `logits` with the same arguments, so that members run side by side."""
         of_rows = [num_last] * len(self.contexts) if isinstance(num_last, int) else list(num_last)
+        if len(of_rows) > 1 and not any(self.caches.cached):
+            self._read_beginning(of_rows)
         held, fresh = self.caches.cached, self._up_to_date()
         wanted = set(range(len(held)) if rows is None else rows)
         # A model cannot run a row of padding only.
@@ -97,6 +103,23 @@ class MemberState:
         self._is_pending = True
         self.num_forwards += self.caches.num_forwards
         self._has_logits = [row in wanted for row in range(len(texts))]
+
+    def _read_beginning(self, num_last: Sequence[int]) -> None:
+        """Read the ids that all rows begin with (a system prompt, examples) once, if that saves enough.
+
+        Args:
+            num_last: Number of last ids with logits, for each row.
+        """
+        contexts, texts = self.contexts, [context.ids for context in self.contexts]
+        if not self.member.shares_beginnings or self.caches.mode == "recompute":
+            return
+        most = min(len(ids) - max(1, count) for ids, count in zip(texts, num_last, strict=True))
+        count = min(num_common(min(texts), max(texts)), most)
+        if count * (len(texts) - 1) < _LEAST_SAVED:
+            return
+        self.select([0], [PlainContext(texts[0][:count])])
+        self.start()
+        self.select([0] * len(contexts), contexts)
 
     # For members that send few entries instead of whole rows
 

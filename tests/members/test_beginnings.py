@@ -1,0 +1,115 @@
+"""What the prompts of a batch begin with is read once: a system prompt, examples."""
+
+import pytest
+import torch
+
+from hf_ensemble.members import state as state_module
+from hf_ensemble.members.local import LocalMember
+from hf_ensemble.members.state import MemberState, PlainContext
+from tests import contracts, tiny
+
+SYSTEM = [20 + n * 7 % 60 for n in range(70)]
+ROWS = [[*SYSTEM, 5, 6], [*SYSTEM, 9], [*SYSTEM, 5, 7, 8, 11], [*SYSTEM, 30]]
+MODELS = {
+    "repack": tiny.tiny_llama,
+    "static": tiny.tiny_llama,
+    "windows": tiny.tiny_gemma3,
+    "recurrent": tiny.tiny_mamba,
+    "recompute": tiny.tiny_llama,
+}
+
+
+@pytest.fixture(autouse=True)
+def saves_a_few(monkeypatch):
+    monkeypatch.setattr(state_module, "_LEAST_SAVED", 100)
+
+
+def member_of(name):
+    return LocalMember(MODELS[name](contracts.small(), seed=2), contracts.small())
+
+
+def state_of(member, rows, mode=None):
+    return MemberState(member, [PlainContext(list(ids)) for ids in rows], None if mode in ("windows", "recurrent") else mode)
+
+
+def counting(member):
+    """The shapes of the ids that a member reads."""
+    shapes = []
+    member.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("num_last", [1, [2, 1, 3, 1]], ids=str)
+@pytest.mark.parametrize("mode", MODELS)
+def test_logits_are_those_of_every_row_alone_then_and_later(mode, num_last):
+    member = member_of(mode)
+    state = state_of(member, ROWS, mode)
+    with torch.no_grad():
+        for _ in range(3):
+            found = state.logits(num_last)
+            found = found if found.ndim == 3 else found[:, None]
+            for n, (row, context) in enumerate(zip(found, state.contexts, strict=True)):
+                count = num_last if isinstance(num_last, int) else num_last[n]
+                expected = member.model(torch.tensor([context.ids]), use_cache=False).logits[0, -count:]
+                torch.testing.assert_close(row[-count:], expected, atol=2e-4, rtol=1e-3)
+            state.select([1, 1, 2, 0])
+            state.contexts = [PlainContext([*context.ids, 40 + n, 50]) for n, context in enumerate(state.contexts)]
+            num_last = num_last if isinstance(num_last, int) else 1
+
+
+def test_the_beginning_is_read_once_by_one_row():
+    member = member_of("repack")
+    shapes = counting(member)
+    state = state_of(member, ROWS, "repack")
+    with torch.no_grad():
+        state.logits()
+    assert shapes == [(1, len(SYSTEM)), (4, 4)]
+    assert state.num_forwards == 2
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [ROWS[:1], [ids[40:] for ids in ROWS], [[5, *ids] for ids in ROWS[:2]], [[n, *ids] for n, ids in enumerate(ROWS)]],
+    ids=["one row", "short", "two rows", "nothing in common"],
+)
+def test_what_saves_little_is_read_with_the_rest(rows):
+    member = member_of("repack")
+    shapes = counting(member)
+    with torch.no_grad():
+        state_of(member, rows, "repack").logits()
+    assert len(shapes) == 1
+
+
+def test_a_row_that_is_the_beginning_of_the_others_still_has_logits():
+    member = member_of("repack")
+    rows = [SYSTEM, *ROWS]
+    with torch.no_grad():
+        found = state_of(member, rows, "repack").logits()
+        for row, ids in zip(found, rows, strict=True):
+            expected = member.model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+            torch.testing.assert_close(row, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_texts_of_a_batch_with_one_system_prompt_are_those_of_each_prompt_alone():
+    tokenizers = [tiny.smol_like(), tiny.gemma_like()]
+    models = [tiny.tiny_llama(tokenizers[0], seed=1), tiny.tiny_gemma3(tokenizers[1], seed=2)]
+    ensemble = contracts.make_ensemble(models, tokenizers)
+    shapes = counting(ensemble._members[1])
+    system = "You are a helpful assistant who answers briefly, and never says more than what was asked. " * 2
+    prompts = [system + question for question in ("What is 1 + 1?", "Who are you", "The capital of France is")]
+    inputs = ensemble.tokenizer(prompts, return_tensors="pt", padding=True)
+    found = contracts.run(ensemble, dict(inputs), method="unite", max_new_tokens=6, eos_token_id=[])
+    rows, width = shapes[0]
+    assert rows == 1
+    assert width > 40
+    for row, prompt in enumerate(prompts):
+        alone = contracts.run(
+            ensemble,
+            dict(ensemble.tokenizer(prompt, return_tensors="pt")),
+            method="unite",
+            max_new_tokens=6,
+            eos_token_id=[],
+        )
+        assert found.sequences[row, -6:].tolist() == alone.sequences[0, -6:].tolist()
