@@ -128,9 +128,14 @@ def test_large_members(members, run, tmp_path):
     plot = tmp_path / "plot.svg"
     options = ["--members", "tiny", "tiny-qwen", "--devices", "cpu", "--prompt", 8, "--new-tokens", 2, "--turns", 1]
     options += ["--batches", 2, "--lengths", 300, "--methods", "unite", "gac", "--plot", plot]
-    rows, spans = run("large_members", "--tokenizers", *members, *options, "--new-tokens", 12, "--spans", 1)
+    rows, spans = run(
+        "large_members", "--tokenizers", *members, *options, "--new-tokens", 12, "--spans", 1, "--beginning", 40
+    )
     assert len(spans) == 1
     names = [row["one run, batch 1 unless named"] for row in rows]
+    assert [name for name in names if "beginning of 40" in name] == [
+        f"first token of 2 rows with one beginning of 40, read {how}" for how in ("once", "by every row")
+    ]
     assert names[:2] == ["tiny alone, stock", "tiny, captured step of 1"]
     assert {"unite, batch 1", "gac, batch 2", "unite, prompt 300"} <= set(names)
     assert all(is_number(row["ms a token (quartiles)"]) for row in rows)

@@ -18,6 +18,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from decode import naive_step
@@ -31,6 +32,7 @@ from tqdm import tqdm
 
 from hf_ensemble import EnsembleForCausalLM, GacConfig
 from hf_ensemble.config import method_config
+from hf_ensemble.members import state as member_state
 from hf_ensemble.members.member import Member
 from hf_ensemble.members.member_model import tensors_of
 from hf_ensemble.members.state import MemberState, PlainContext
@@ -95,6 +97,14 @@ def time_decoding(ensemble, ids: torch.Tensor, new_tokens: int, method: str, **o
     first = time_again(ensemble, ids, 1, method, **options)
     # Not what twice the tokens take more: there would be more slots.
     return (new_tokens * time_again(ensemble, ids, new_tokens, method, **options) - first) / (new_tokens - 1)
+
+
+def time_beginning(ensemble, ids: torch.Tensor, rows: int, method: str, least_saved: float) -> float:
+    """Seconds until the first token of rows that end differently; how many ids must be saved to read their beginning once."""
+    rows_of_ids = ids.repeat(rows, 1)
+    rows_of_ids[:, -16:] = ids[0].unfold(0, 16, 1)[:rows]
+    with mock.patch.object(member_state, "_LEAST_SAVED", least_saved):
+        return time_again(ensemble, rows_of_ids, 1, method)
 
 
 def time_alone(ensemble, ids: torch.Tensor, new_tokens: int, method: str) -> float:
@@ -193,6 +203,11 @@ def variants_of(ensemble, args: argparse.Namespace, texts: list[torch.Tensor]) -
             variants[f"{method}, steps after a prompt of {length}"] = functools.partial(
                 time_decoding, ensemble, ids, args.new_tokens, method
             )
+    if args.beginning:
+        inputs = ensemble, texts[0][None, : args.beginning], max(args.batches), args.methods[0]
+        name = f"first token of {max(args.batches)} rows with one beginning of {args.beginning}"
+        variants[f"{name}, read once"] = functools.partial(time_beginning, *inputs, member_state._LEAST_SAVED)
+        variants[f"{name}, read by every row"] = functools.partial(time_beginning, *inputs, math.inf)
     ways = {
         "gac, gate shut": {"method": GacConfig(gate=0, threshold=1e-9)},
         "gac, gate open": {"method": GacConfig(gate=0, threshold=1 - 1e-9)},
@@ -246,6 +261,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[8, 32], help="batches to time besides one row")
     parser.add_argument("--lengths", nargs="*", type=int, default=[], help="prompts to time at besides --prompt")
     parser.add_argument("--spans", nargs="*", type=int, default=[], help="lengths of spans to time, in words")
+    parser.add_argument("--beginning", type=int, default=0, help="ids that all prompts of a batch begin with, to time")
     parser.add_argument("--weights", choices=["torchao-int8", "torchao-int4"], help="quantise the members first")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--plot", help="file to draw to")
@@ -257,7 +273,7 @@ def main() -> None:
 
         for model in ensemble.members:
             quantize_(model, quantisation(args.weights, args.devices[0]).quant_type)
-    longest = max([args.prompt, *args.lengths]) + max(args.new_tokens, NUM_PROFILED)
+    longest = max([args.prompt, args.beginning, *args.lengths]) + max(args.new_tokens, NUM_PROFILED)
     texts = [text_ids(tokenizer, longest) for tokenizer in ensemble.tokenizers]
     ensemble.replayed_ids = texts[0].tolist()
     texts[0] = texts[0].to(ensemble.device)

@@ -29,7 +29,9 @@ def member_of(name):
 
 
 def state_of(member, rows, mode=None):
-    return MemberState(member, [PlainContext(list(ids)) for ids in rows], None if mode in ("windows", "recurrent") else mode)
+    return MemberState(
+        member, [PlainContext(list(ids)) for ids in rows], None if mode in ("windows", "recurrent") else mode
+    )
 
 
 def counting(member):
