@@ -3,6 +3,7 @@
 import functools
 import importlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -135,10 +136,11 @@ class RelativeRows:
             return
         for part, products in self._products_of(ids):
             own, slots_of_part, slots = self._inverse_norms[part], slots[: len(part)], slots[len(part) :]
-            self._kernels.keep_rows(
-                products, self._column_of, self._scale_of, own if self._sharpness is None else None, self._sharpness or 0.0,
-                self._kept, self._factors, slots_of_part,
-            )  # fmt: skip
+            with _on(self.device):
+                self._kernels.keep_rows(
+                    products, self._column_of, self._scale_of, own if self._sharpness is None else None,
+                    self._sharpness or 0.0, self._kept, self._factors, slots_of_part,
+                )  # fmt: skip
 
     def take(self, ids: Tensor, places: Tensor | None = None) -> "TakenRows | KeptRows":
         """Return rows of some ids, without reading on the host.
@@ -218,7 +220,8 @@ class KeptRows:
         weights, rows = probs.to(self._slots.device), self._rows
         if self._places is not None:
             weights = weights.new_zeros(len(weights), len(self._slots)).scatter_(1, self._places, weights)
-        found: Tensor = rows._kernels.combine(rows._kept, self._slots, weights * self._factors, rows._num_anchors)
+        with _on(rows.device):
+            found: Tensor = rows._kernels.combine(rows._kept, self._slots, weights * self._factors, rows._num_anchors)
         return (found if rows._places is None else found[:, rows._places]).to(probs.device)
 
     def compare(self, weights: Tensor) -> Tensor:
@@ -226,7 +229,8 @@ class KeptRows:
         rows = self._rows
         moved = weights.to(self._slots.device)
         moved = moved if rows._order is None else moved[:, rows._order]
-        found: Tensor = rows._kernels.compare(rows._kept, self._slots, moved) * self._factors
+        with _on(rows.device):
+            found: Tensor = rows._kernels.compare(rows._kept, self._slots, moved) * self._factors
         return (found if self._places is None else found.gather(1, self._places)).to(weights.device)
 
 
@@ -299,6 +303,11 @@ def distinct_ids(ids: Tensor, is_asked: Tensor, every: Tensor, capacity: int) ->
     distinct = every.new_zeros(most + 1)
     distinct.scatter_(0, torch.where(is_wanted, place.clamp_max(most), most), every)
     return distinct[:most], place.clamp(0, most - 1)[ids], is_wanted.sum()
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launch kernels on a device, which need not be the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _kernels(device: torch.device) -> Any:
