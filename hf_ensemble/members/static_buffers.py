@@ -38,8 +38,8 @@ _MOST_SPARE = 4
 So a last, small batch neither frees what the next batches need, nor captures graphs again.
 """
 
-_SPARE_BYTES = 512 * 2**20
-"""Unused buffers of other sizes are kept for calls like those that they were made for, up to so much memory per member."""
+_MOST_OTHERS, _OTHER_BYTES = 2, 512 * 2**20
+"""So many unused buffers of other sizes are kept for calls like those that they were made for, up to so much memory."""
 
 Masks = Callable[[Tensor, int], Any]
 
@@ -346,9 +346,10 @@ class BufferPool:
                     buffers.clear()
                     return buffers
             num_bytes = 0
-            for buffers in reversed(list(self._free)):
+            for number, buffers in enumerate(reversed(list(self._free))):
                 num_bytes += buffers.num_bytes
-                if num_bytes > _SPARE_BYTES or (buffers.made_for, buffers.is_fused) != made:
+                is_small = number < _MOST_OTHERS and num_bytes <= _OTHER_BYTES
+                if not is_small or (buffers.made_for, buffers.is_fused) != made:
                     self._free.remove(buffers)
                     buffers.wait()  # for a step that ran ahead, because its memory is about to be reused
         return StaticBuffers(self._member, num_rows, capacity, *made)
