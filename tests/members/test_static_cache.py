@@ -111,6 +111,27 @@ def test_drafts_whose_ids_stay_on_the_device_change_no_text(method, length, stat
     assert sum(found.speculation.drafted.values()) > 3 * length or not length
 
 
+@pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
+def test_a_round_after_which_nothing_is_drafted_is_as_quick_as_a_plain_step(static, monkeypatch):
+    """The next length is chosen before the round is decided, so the primary can run ahead; it is kept to."""
+    expected = text_of(shared_pair(), "gac", max_new_tokens=24)
+    ahead, lengths = [], itertools.cycle([0, 0, 0, 2, 0, 3, 3])
+    run_ahead = MemberState.run_ahead
+    monkeypatch.setattr(
+        MemberState, "run_ahead", lambda state, ids: ahead.append(state.member.name) or run_ahead(state, ids)
+    )
+    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], next(lengths)))
+    options = {"speculation": "member-1", "return_dict_in_generate": True, "max_new_tokens": 24}
+    found = text_of(shared_pair(), "gac", **options)
+    assert found.sequences.tolist() == expected.tolist()
+    assert any(one.num_drafted for rounds in found.speculation.rounds for one in rounds)
+    ahead.clear()
+    monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], 0))
+    found = text_of(shared_pair(), "gac", **options)
+    assert found.sequences.tolist() == expected.tolist()
+    assert ahead.count("member-0") >= max(map(len, found.speculation.rounds)) - 2
+
+
 @pytest.mark.parametrize("method", ["gac", "unite"])
 def test_a_primary_that_only_drafts_does_not_run_ahead_of_a_text_that_it_has_not_read(method, static, monkeypatch):
     monkeypatch.setattr(DraftLength, "choose", lambda self, drafters, share=1.0: (drafters[0], 0))

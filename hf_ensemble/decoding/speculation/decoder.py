@@ -236,10 +236,11 @@ class SpeculativeDecoder:
         return choices
 
     def _run_primary_ahead(self, columns: Tensor) -> None:
-        """If nothing is drafted, start the primary's next step before the host and the others follow."""
-        self._num_quiet = 0 if any(row.columns for row in self._live) else self._num_quiet + 1
+        """If nothing is drafted, now and in the next round, start the primary's next step before the host follows."""
+        is_quiet = not any(row.columns for row in self._live)
+        self._num_quiet = self._num_quiet + 1 if is_quiet else 0
         goes_on = any(len(row.ids) + 1 < self._max_new for row in self._live)
-        if self._num_quiet >= _NUM_QUIET and goes_on:
+        if is_quiet and goes_on and (self._drafting.pause(self._live) or self._num_quiet >= _NUM_QUIET):
             ids = self.method.primary_ids(columns) if self._step.is_wide else columns
             self.states[0].run_ahead(ids.to(self.members[0].device))
 

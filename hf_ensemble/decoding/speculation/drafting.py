@@ -32,6 +32,19 @@ class Drafting:
         self.length = length
         self._max_new = max_new_tokens
         self._asked: tuple[MemberDrafter, Iterator[Drafted]] | None = None
+        self._is_paused = False
+
+    def pause(self, rows: Sequence[Row]) -> bool:
+        """Decide, before this round is decided, whether to draft nothing in the next one.
+
+        Texts are looked up only when they are known, so this is for drafts of members.
+
+        Returns:
+            Whether nothing will be drafted.
+        """
+        if self._drafters and all(row.lookup is None for row in rows):
+            self._is_paused = self.length.choose(list(self._drafters))[1] == 0
+        return self._is_paused
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Begin to draft for the live rows.
@@ -42,7 +55,8 @@ class Drafting:
             if row.lookup is not None:
                 row.found, row.found_by = row.lookup.continuation(self.length.longest)
             row.room = max(0, self._max_new - len(row.ids) - 1)
-        if not any(row.rounds for row in rows):
+        is_paused, self._is_paused = self._is_paused, False
+        if is_paused or not any(row.rounds for row in rows):
             return
         counts = Counter(row.found_by for row in rows if row.found)
         lengths = {n: self.length.choose([_lookup_by(n)], count / len(rows))[1] for n, count in counts.items()}
