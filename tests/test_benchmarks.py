@@ -150,6 +150,8 @@ def test_large_members_go_on_where_one_way_fails(monkeypatch):
     seconds, failed = script.take_turns({"wide": fail, "narrow": lambda: 1.0}, turns=2)
     assert seconds == {"wide": [], "narrow": [1.0, 1.0]}
     assert failed == {"wide": "RuntimeError: no room"}
+    seconds, failed = script.take_turns({"wide": fail, "narrow": lambda: 1.0}, turns=2, most_seconds=-1)
+    assert failed == dict.fromkeys(seconds, "no time was left")
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import functools
 import math
 import statistics
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -230,13 +231,21 @@ def print_spans(ensemble, args: argparse.Namespace, middle: dict[str, float]) ->
         print_row(f"spans, L = {length}", milliseconds(found, 2), f"{ratio:.2f} of the captured steps' sum")
 
 
-def take_turns(variants: dict[str, Callable[[], float]], turns: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """The seconds of each variant in each turn but one that warms up, and why those failed that did."""
+def take_turns(
+    variants: dict[str, Callable[[], float]], turns: int, most_seconds: float = math.inf
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """The seconds of each variant in each turn but one that warms up, and why those failed that did.
+
+    Nothing is begun after `most_seconds`, so that a lent machine still prints what it has measured.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     failed: dict[str, str] = {}
+    start = time.perf_counter()
     for turn in range(turns + 1):
         for name, variant in tqdm(variants.items(), desc=f"turn {turn}"):
-            if name in failed:
+            if time.perf_counter() - start > most_seconds and not seconds[name]:
+                failed.setdefault(name, "no time was left")
+            if name in failed or time.perf_counter() - start > most_seconds:
                 continue
             try:
                 found = variant()
@@ -264,6 +273,7 @@ def main() -> None:
     parser.add_argument("--beginning", type=int, default=0, help="ids that all prompts of a batch begin with, to time")
     parser.add_argument("--weights", choices=["torchao-int8", "torchao-int4"], help="quantise the members first")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing in the turns after so long")
     parser.add_argument("--plot", help="file to draw to")
     args = parser.parse_args()
     args.batches = sorted({1, *args.batches})
@@ -289,7 +299,7 @@ def main() -> None:
     first = texts[0][None, : args.prompt], args.new_tokens, args.methods[0]
     calls = ", ".join(f"{args.new_tokens * time_ensemble(ensemble, *first):.2f}" for _ in range(4))
     print(f"the first calls take {calls} s")
-    seconds, failed = take_turns(variants_of(ensemble, args, texts), args.turns)
+    seconds, failed = take_turns(variants_of(ensemble, args, texts), args.turns, args.seconds)
     middle = {name: statistics.median(values) if values else math.nan for name, values in seconds.items()}
     print_heads("one run, batch 1 unless named", "ms a token (quartiles)", "tokens a second of all rows")
     for name, values in seconds.items():
