@@ -9,12 +9,13 @@ a batch of prompts of different lengths.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 
 import torch
 from members import models_or_demo
-from report import medians, print_heads, print_row, quartiles, setting
+from report import medians, milliseconds, print_heads, print_row, quartiles, setting
 from texts import text_ids
 from tqdm import tqdm
 from turns import OwnLoop, TakeTurns
@@ -31,8 +32,6 @@ UNEQUAL_PROMPTS = [
     "In mathematics, a prime number is",
     "Die Hauptstadt von Deutschland ist",
 ]
-NUM_STEPS = 24
-"""Number of steps after each text; medians are over these."""
 
 
 @torch.no_grad()
@@ -51,39 +50,48 @@ def naive_step(ensemble: EnsembleForCausalLM, ids: torch.Tensor, own_primary: fl
     return own_primary + time.perf_counter() - start
 
 
-def time_lengths(ensemble: EnsembleForCausalLM, methods: list[str], lengths: list[int], naive_repeats: int) -> None:
+def time_lengths(ensemble: EnsembleForCausalLM, args: argparse.Namespace) -> None:
     rows = []
-    # No EOS: the script measures steps, wherever the text would end.
-    settings = {"max_new_tokens": NUM_STEPS + 2, "do_sample": False, "eos_token_id": ensemble.tokenizer.unk_token_id}
-    for length in lengths:
+    for length in args.at:
         prompt = text_ids(ensemble.tokenizer, length)[None].to(ensemble.device)
-        prompts = [prompt, *(t(ensemble.tokenizer.decode(prompt[0]), return_tensors="pt").input_ids
-                             for t in ensemble.tokenizers[1:])]  # fmt: skip
-        for method in methods:
-            loops = [OwnLoop(model, ids) for model, ids in zip(ensemble.members, prompts, strict=True)]
-            for loop in loops:
-                loop.step()
-            with tqdm(total=NUM_STEPS + 2, desc=f"{method}, {length}", unit="step") as progress:
-                turns = TakeTurns(loops, progress)
-                output = ensemble.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    **settings,
-                    method=method,
-                    stopping_criteria=[turns],
-                )
-            own, fused = turns.own[2:], turns.fused[2:]  # the first reads the prompt
-            ratios = [f / sum(o) for f, o in zip(fused, own, strict=True)]
-            primary_step = statistics.median(o[0] for o in own)
-            naive = [naive_step(ensemble, output, primary_step) for _ in range(naive_repeats)]
-            rows.append((method, length, own, fused, ratios, statistics.median(naive)))
+        naive: dict[str, str] = {}
+        own: dict[str, list[list[float]]] = {method: [] for method in args.methods}
+        fused: dict[str, list[float]] = {method: [] for method in args.methods}
+        progress = tqdm(total=args.turns * len(args.methods) * (args.steps + 2), desc=f"after {length}", unit="step")
+        for turn, method in itertools.product(range(args.turns), args.methods):
+            turns, output = decode(ensemble, prompt, method, args.steps, progress)
+            own[method] += turns.own[2:]  # the first reads the prompt
+            fused[method] += turns.fused[2:]
+            if turn == 0 and not args.skip_naive:
+                primary_step = statistics.median(step[0] for step in turns.own[2:])
+                seconds = [naive_step(ensemble, output, primary_step) for _ in range(args.repeats)]
+                naive[method] = f"{1e3 * statistics.median(seconds):.0f}"
+        progress.close()
+        rows += [(method, length, own[method], fused[method], naive.get(method, "")) for method in args.methods]
     print_heads(
         "method", "tokens before", "own steps, ms", "sum, ms", "fused step, ms", "ratio to sum, median (quartiles)", "naive, ms"
     )  # fmt: skip
-    for method, length, own, fused, ratios, naive in rows:
-        total = f"{1e3 * statistics.median(map(sum, own)):.1f}"
-        step = f"{1e3 * statistics.median(fused):.1f}"
-        print_row(method, length, medians(own), total, step, quartiles(ratios, 3), f"{1e3 * naive:.0f}")
+    for method, length, own_steps, fused_steps, naive_step_ms in rows:
+        sums = [sum(step) for step in own_steps]
+        ratios = [a / b for a, b in zip(fused_steps, sums, strict=True)]
+        each = milliseconds(sums), milliseconds(fused_steps), quartiles(ratios, 3)
+        print_row(method, length, medians(own_steps), *each, naive_step_ms)
+
+
+def decode(ensemble: EnsembleForCausalLM, prompt: torch.Tensor, method: str, num_steps: int, progress):
+    """Decode after a text, in turn with the members by themselves: the times, and the ids."""
+    prompts = [prompt, *(t(ensemble.tokenizer.decode(prompt[0]), return_tensors="pt").input_ids
+                         for t in ensemble.tokenizers[1:])]  # fmt: skip
+    loops = [OwnLoop(model, ids) for model, ids in zip(ensemble.members, prompts, strict=True)]
+    for loop in loops:
+        loop.step()
+    turns = TakeTurns(loops, progress)
+    # No EOS: the script measures steps, wherever the text would end.
+    settings = {"max_new_tokens": num_steps + 2, "do_sample": False, "eos_token_id": ensemble.tokenizer.unk_token_id}
+    mask = torch.ones_like(prompt)
+    return turns, ensemble.generate(
+        prompt, attention_mask=mask, **settings, method=method, stopping_criteria=[turns]
+    )  # fmt: skip
 
 
 def time_batch(ensemble: EnsembleForCausalLM, methods: list[str], repeats: int, new_tokens: int = 32) -> None:
@@ -108,12 +116,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", help="members; default: the two demo models")
     parser.add_argument("--methods", nargs="+", default=["unite", "gac"])
     parser.add_argument("--at", nargs="+", type=int, default=[50, 500, 1000, 2000], help="lengths of texts")
+    parser.add_argument("--steps", type=int, default=24, help="steps after each text")
+    parser.add_argument("--turns", type=int, default=1, help="times that each method reads each text, in turn")
     parser.add_argument("--repeats", type=int, default=5, help="runs of the batches, and of the naive step")
+    parser.add_argument("--skip-naive", action="store_true")
     parser.add_argument("--skip-batch", action="store_true")
     args = parser.parse_args()
     ensemble = EnsembleForCausalLM.from_pretrained(models_or_demo(args.models), dtype=torch.float32)
     print(setting(ensemble.device, "float32"))
-    time_lengths(ensemble, args.methods, args.at, args.repeats)
+    time_lengths(ensemble, args)
     if not args.skip_batch:
         time_batch(ensemble, args.methods, args.repeats)
 
