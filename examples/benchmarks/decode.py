@@ -16,22 +16,11 @@ import time
 import torch
 from members import models_or_demo
 from report import medians, milliseconds, print_heads, print_row, quartiles, setting
-from texts import text_ids
+from texts import BEGINNINGS, text_ids
 from tqdm import tqdm
 from turns import OwnLoop, TakeTurns
 
 from hf_ensemble import EnsembleForCausalLM
-
-UNEQUAL_PROMPTS = [
-    "The capital of France is",
-    "Once upon a time, in a small village far away from the sea, there lived",
-    "def fibonacci(n):\n",
-    "Water boils at",
-    "The three most important inventions of the nineteenth century, in the order in which they were made, were",
-    "Dear Sir or Madam,\n\nI am writing to you about",
-    "In mathematics, a prime number is",
-    "Die Hauptstadt von Deutschland ist",
-]
 
 
 @torch.no_grad()
@@ -98,10 +87,10 @@ def time_batch(ensemble: EnsembleForCausalLM, methods: list[str], repeats: int, 
     print_heads("method", "batch", "tokens a second, median (quartiles)", "to batch 1")
     end = {"eos_token_id": ensemble.tokenizer.unk_token_id}
     for method in methods:
-        rates: dict[int, list[float]] = {1: [], len(UNEQUAL_PROMPTS): []}
+        rates: dict[int, list[float]] = {1: [], len(BEGINNINGS): []}
         for _ in range(repeats):
             for size, values in rates.items():
-                prompts = UNEQUAL_PROMPTS[-size:]
+                prompts = BEGINNINGS[-size:]
                 inputs = ensemble.tokenizer(prompts, return_tensors="pt", padding=True).to(ensemble.device)
                 start = time.perf_counter()
                 ensemble.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, method=method, **end)

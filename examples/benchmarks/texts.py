@@ -15,6 +15,17 @@ QUESTIONS = (
     "Question: What is the capital of France?\nAnswer: Paris\n\nQuestion: What is the capital of Italy?\nAnswer: Rome\n\n"
     "Question: What is the capital of Spain?\nAnswer:"
 )
+BEGINNINGS = [
+    "The capital of France is",
+    "Once upon a time, in a small village far away from the sea, there lived",
+    "def fibonacci(n):\n",
+    "Water boils at",
+    "The three most important inventions of the nineteenth century, in the order in which they were made, were",
+    "Dear Sir or Madam,\n\nI am writing to you about",
+    "In mathematics, a prime number is",
+    "Die Hauptstadt von Deutschland ist",
+]
+"""Of different lengths, and none says anything twice."""
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, count: int, skip: int = 0) -> torch.Tensor:
