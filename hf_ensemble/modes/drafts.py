@@ -8,7 +8,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..decoding.loop import Loop
 from ..decoding.row_processors import needs_whole_batch
 from ..decoding.speculation.decoder import SpeculativeDecoder
-from ..decoding.speculation.draft_length import DraftLength
+from ..decoding.speculation.draft_length import DraftLength, clock_of
 from ..decoding.speculation.options import Speculation, whole_batch_obstacle
 from ..scoring.likelihoods import Batch, Found
 from .base import Mode
@@ -52,10 +52,12 @@ class DraftMode(Mode):
         kind = (call.config, call.is_by_primary, speculation.name, participants, len(loop.input_ids), method.device)
         running = sum(num_parameters[index] for index in participants)
         draft_length = call.kept.draft_lengths.pop(kind, None) or DraftLength(
+            clock=clock_of(members[index].place for index in {*participants, *drafters}),
             shares={members[index].name: num_parameters[index] / running for index in drafters},
             # The first three also capture graphs, of steps and of mixing.
             num_trials=4 if any(members[index].is_captured for index in participants) else 1,
         )
+        draft_length.begin_text()
         self.decoder = SpeculativeDecoder(call, loop, method, drafters, speculation.uses_ngrams, draft_length)
         try:
             ids = loop.write(self.decoder.next_ids)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,10 +13,11 @@ from transformers import LogitsProcessor
 
 from hf_ensemble import ConfigurationError, GacConfig, MemberError, SpeculationRound, SpeculationStats
 from hf_ensemble.decoding.speculation import decoder as speculation_module
-from hf_ensemble.decoding.speculation.draft_length import DraftLength
+from hf_ensemble.decoding.speculation.draft_length import DraftLength, clock_of
 from hf_ensemble.decoding.speculation.drafts import MemberDrafter, PromptLookup
 from hf_ensemble.decoding.speculation.options import Speculation
 from hf_ensemble.members.local import LocalMember
+from hf_ensemble.modes import drafts
 from tests import tiny
 from tests.contracts import (
     CORE_RECIPES,
@@ -584,8 +586,8 @@ def usual(lengths):
 
 
 def test_drafts_are_as_long_as_pays():
-    assert usual(decode(DraftLength(), lambda n: 1.0, 1.0, 60)) == 8
-    assert usual(decode(DraftLength(), lambda n: 1.0 if n <= 4 else 4.0, 1.0, 60)) == 4
+    assert usual(decode(DraftLength(), lambda n: 1.0, 1.0, 60)) == 7
+    assert usual(decode(DraftLength(), lambda n: 1.0 if n <= 4 else 4.0, 1.0, 60)) == 3
     never = decode(DraftLength(), lambda n: 1.0 + n, 0.0, 300)
     assert sum(map(bool, never)) < 15
     # Drafting costs as much as deciding: off but for a trial now and then, even with right drafts.
@@ -595,9 +597,9 @@ def test_drafts_are_as_long_as_pays():
 
 def test_what_pays_changes_with_the_machine_and_the_text():
     length = DraftLength()
-    assert usual(decode(length, lambda n: 1.0, 1.0, 60)) == 8
+    assert usual(decode(length, lambda n: 1.0, 1.0, 60)) == 7
     assert usual(decode(length, lambda n: 1.0 + n, 0.0, 60)) == 0
-    assert usual(decode(length, lambda n: 1.0, 1.0, 400)) == 8
+    assert usual(decode(length, lambda n: 1.0, 1.0, 400)) == 7
 
 
 def test_drafts_that_never_pay_cost_next_to_nothing():
@@ -628,7 +630,7 @@ def test_drafts_return_soon_after_bad_luck():
             length.verified(0, 1.0, 1)
             length.judged("drafter", 1, 0)
     assert length.choose(["drafter"])[1] == 0
-    assert decode(length, lambda n: 1.0 + 1.2 * (n > 0), 1.0, 10)[-1] == 8
+    assert decode(length, lambda n: 1.0 + 1.2 * (n > 0), 1.0, 10)[-1] == 7
 
 
 def test_the_next_call_of_a_kind_begins_with_what_the_last_one_measured(ensemble, row, monkeypatch):
@@ -654,10 +656,41 @@ def test_first_times_that_capture_graphs_are_not_believed():
         return lambda length: slow[length].pop() if slow[length] else 1.0
 
     def first_ones():
-        return {0: [], **{length: [20.0, 30.0, 20.0] for length in (1, 2, 4, 8)}}
+        return {0: [], **{length: [20.0, 30.0, 20.0] for length in (1, 3, 7)}}
 
     assert usual(decode(DraftLength(), seconds_of(first_ones()), 1.0, 60)) == 0
-    assert usual(decode(DraftLength(num_trials=4), seconds_of(first_ones()), 1.0, 60)) == 8
+    assert usual(decode(DraftLength(num_trials=4), seconds_of(first_ones()), 1.0, 60)) == 7
+
+
+def test_a_few_entries_that_were_accepted_are_no_reason_to_draft():
+    """Nor are many in another text, once this one has rejected some."""
+    length = DraftLength()
+    for count, seconds in {0: 1.0, 1: 1.9, 3: 2.6, 7: 4.4}.items():
+        for _ in range(2):
+            length.verified(count, seconds, count + 1)
+
+    def drafts_after(accepted, rejected):
+        length.judged("drafter", accepted, rejected)
+        return length.choose(["drafter"])[1] > 0
+
+    assert not drafts_after(3, 0)
+    assert drafts_after(7, 0)
+    drafts_after(90, 0)
+    length.begin_text()
+    assert drafts_after(0, 0)
+    assert not drafts_after(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("places", "clock"),
+    [
+        ([torch.device("cpu")] * 2, time.thread_time),
+        ([torch.device("cpu"), torch.device("cuda")], time.perf_counter),
+        ([torch.device("cpu"), ("an actor", 1)], time.perf_counter),
+    ],
+)
+def test_only_members_of_this_thread_are_timed_by_its_processor_time(places, clock):
+    assert clock_of(places) is clock
 
 
 def test_the_better_of_two_drafters_is_asked():
@@ -676,7 +709,7 @@ def test_the_better_of_two_drafters_is_asked():
 
 def test_the_clock_is_read_around_drafting_and_verifying(ensemble, row, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(DraftLength.__init__, "__defaults__", ((0, 2), clock, None, 1))
+    monkeypatch.setattr(drafts, "clock_of", lambda places: clock)
     seen = []
     ensemble = copy.deepcopy(ensemble)  # which has measured nothing yet
     monkeypatch.setattr(DraftLength, "verified", lambda self, count, seconds, decided: seen.append((count, seconds)))
@@ -694,7 +727,7 @@ def test_the_time_of_a_draft_counts_for_what_was_drafted(case, mode, monkeypatch
     """However early a draft is cut, every step of it took as long as any other."""
     force_length(monkeypatch)
     clock, seen = Clock(), []
-    monkeypatch.setattr(DraftLength.__init__, "__defaults__", ((0, LENGTH), clock, None, 1))
+    monkeypatch.setattr(drafts, "clock_of", lambda places: clock)
     monkeypatch.setattr(DraftLength, "drafted", lambda self, *args: seen.append(args))
     monkeypatch.setattr(LocalMember, "cache_mode", property(lambda member: mode, lambda member, value: None))
     tokenizer = small()

@@ -1,12 +1,17 @@
 """How many entries to draft: the number that decodes the most entries per second, by measurement."""
 
 import functools
+import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
-_LENGTHS = (0, 1, 2, 4, 8)
-"""Only a few, so that each is measured soon."""
+import torch
+
+_LENGTHS = (0, 1, 3, 7)
+"""Only a few, so that each is measured soon. With one id more, a member reads 1, 2, 4 or 8: steps are captured for these
+numbers, and a CPU may take longer for 3 ids than for 4.
+"""
 _NUM_TIMES = 5
 _MEMORY = 64
 """Number of rounds after which a time is forgotten: a length that did not pay is then tried again for one round."""
@@ -14,6 +19,10 @@ _FADING = 0.95
 """Weight of an outcome one round later."""
 _MEMORY_OF_ONE = 8
 """The same for a single time: the first forward pass of a shape may take long, because kernels are chosen."""
+_MEMORY_OF_TEXTS = 8.0
+"""Largest weight of a drafter's outcomes in former texts: a new one may be harder to draft."""
+_CAUTION = 1.0
+"""Number of standard errors by which acceptance rates are estimated low: a rejected draft costs more than a missed one."""
 _MORE_PER_ENTRY = 0.03
 """The share of a plain step by which each drafted entry is assumed to lengthen a round, until it is measured; small,
 so that drafts are tried.
@@ -33,6 +42,15 @@ _MOST_LOSS = 1.5
 """The most that one round can cost: whatever took longer was other work of the machine."""
 
 
+def clock_of(places: Iterable[Hashable]) -> Callable[[], float]:
+    """What measures the steps of members: on a CPU this thread's processor time, because other work doesn't lengthen it.
+
+    Args:
+        places: The members' `place`.
+    """
+    return time.thread_time if set(places) == {torch.device("cpu")} else time.perf_counter
+
+
 class DraftLength:
     """Chooses how many entries to draft, from 0 (a plain step) up, and which drafter to ask.
 
@@ -41,13 +59,14 @@ class DraftLength:
     length, and takes the best. Drafters are also judged by what they would have drafted, so a drafter that is off
     costs nothing and turns on again when it would pay.
 
-    Estimates may be wrong, and trying out a length that doesn't pay costs time. So what drafts have gained and lost is
-    counted, and where they have lost more than a small share of the time, nothing is drafted for a while: until the
-    drafters' own choices, which are compared in plain steps too, say that drafts would pay.
+    Acceptance is estimated low, and a new text soon counts for more than former ones. Estimates may still be wrong, and
+    trying out a length that doesn't pay costs time. So what drafts have gained and lost is counted, and where they have
+    lost more than a small share of the time, nothing is drafted for a while: until the drafters' own choices, which are
+    compared in plain steps too, say that drafts would pay.
 
     Args:
         lengths: The lengths to choose from, 0 among them.
-        clock: Gives seconds.
+        clock: Gives seconds; see `clock_of`.
         shares: For each drafter, the assumed cost of drafting an entry until it is measured, as a share of a plain
             step; 0 for others.
         num_trials: Number of rounds of a length before their times count: more than one if the first ones also capture
@@ -74,6 +93,12 @@ class DraftLength:
         self._outcomes: dict[str, tuple[float, float]] = {}  # accepted, rejected
         self._credit = _CREDIT
         self._drafting_now = 0.0  # seconds in this round
+
+    def begin_text(self) -> None:
+        """Begin another text: what was accepted in former ones counts for less."""
+        for name, counts in self._outcomes.items():
+            share = min(1.0, _MEMORY_OF_TEXTS / max(sum(counts), 1.0))
+            self._outcomes[name] = counts[0] * share, counts[1] * share
 
     def choose(self, drafters: Sequence[str], share: float = 1.0) -> tuple[str, int]:
         """Choose a drafter and the length of its drafts.
@@ -139,17 +164,19 @@ class DraftLength:
         accepted, rejected = self._outcomes.get(drafter, (0.0, 0.0))
         self._outcomes[drafter] = accepted + num_accepted, rejected + num_rejected
 
-    def acceptance_rate(self, drafter: str) -> float:
-        """How often a drafted entry is accepted if those before it were."""
-        accepted, rejected = self._outcomes.get(drafter, (0.0, 0.0))
-        return (accepted + 1) / (accepted + rejected + 2)
-
     def _rate(self, drafter: str, length: int, share: float) -> float:
         """Expected entries per second and row."""
-        acceptance_rate = self.acceptance_rate(drafter)
+        acceptance_rate = self._acceptance_rate(drafter)
         expected = sum(acceptance_rate**n for n in range(length + 1))
         seconds = self._round_seconds(length) + length * self._drafting_seconds(drafter)
         return (1 - share + share * expected) / max(seconds, 1e-12)
+
+    def _acceptance_rate(self, drafter: str) -> float:
+        """How often a drafted entry is accepted if those before it were: an estimate that is rather low."""
+        accepted, rejected = self._outcomes.get(drafter, (0.0, 0.0))
+        count = accepted + rejected + 2
+        mean = (accepted + 1) / count
+        return max(0.0, mean - _CAUTION * math.sqrt(mean * (1 - mean) / count))
 
     def _round_seconds(self, length: int) -> float:
         """The measured time, or else one between the nearest measured lengths, rather low so that it is tried."""
