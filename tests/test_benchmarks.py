@@ -59,8 +59,11 @@ def test_decode(members, run):
     steps, batches = run("decode", "--models", *members, "--at", 8, "--repeats", 1)
     assert [row["method"] for row in steps] == ["unite", "gac"]
     assert [row["batch"] for row in batches] == ["1", "8"] * 2
-    (steps,) = run("decode", "--models", *members, "--at", 1, 9, "--methods", "mined", "--repeats", 1, "--skip-batch")
-    assert [row["tokens before"] for row in steps] == ["1", "9"]
+    assert all(is_number(row["naive, ms"]) for row in steps)
+    options = ["--at", 1, 9, "--methods", "mined", "--turns", 2, "--steps", 2, "--skip-naive", "--skip-batch"]
+    (steps,) = run("decode", "--models", *members, *options)
+    assert [(row["tokens before"], row["naive, ms"]) for row in steps] == [("1", ""), ("9", "")]
+    assert all(is_number(row["ratio to sum, median (quartiles)"]) for row in steps)
 
 
 @pytest.mark.slow
@@ -164,7 +167,12 @@ def test_speculation_and_replayed_drafts(members, run, tmp_path, monkeypatch):
     acceptance = tmp_path / "acceptance.json"
     (rows,) = run("speculation", *options, "--draft-length", 2, "--save-acceptance", acceptance)
     assert len(rows) == 10
+    assert {row["same texts"] for row in rows} == {"", "1 of 1"}
     assert {record["speculation"] for record in json.loads(acceptance.read_text())} == {"ngram", "a", "b", "auto"}
+
+    (rows,) = run("speculation", *options, "--methods", "gac", "--drafts", "auto", "--turns", 2)
+    assert [(row["drafts"], row["same texts"]) for row in rows] == [("none", ""), ("auto", "2 of 2")]
+    assert is_number(rows[1]["ratio of a call, median (quartiles)"])
 
     options = [acceptance, "--tokenizer", members[0], "--members", "tiny", "tiny-qwen", "--device", "cpu"]
     options += ["--prompt", 8, "--new-tokens", 4, "--turns", 1]
