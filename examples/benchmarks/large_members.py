@@ -101,7 +101,10 @@ def time_decoding(ensemble, ids: torch.Tensor, new_tokens: int, method: str, **o
 
 
 def time_beginning(ensemble, ids: torch.Tensor, rows: int, method: str, least_saved: float) -> float:
-    """Seconds until the first token of rows that end differently; how many ids must be saved to read their beginning once."""
+    """Seconds until the first token of rows that differ in their last 16 ids.
+
+    What they begin with is read once if that saves `least_saved` ids.
+    """
     rows_of_ids = ids.repeat(rows, 1)
     rows_of_ids[:, -16:] = ids[0].unfold(0, 16, 1)[:rows]
     with mock.patch.object(member_state, "_LEAST_SAVED", least_saved):
@@ -236,16 +239,18 @@ def take_turns(
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """The seconds of each variant in each turn but one that warms up, and why those failed that did.
 
-    Nothing is begun after `most_seconds`, so that a lent machine still prints what it has measured.
+    Nothing starts after `most_seconds`, so that what was measured is printed before a borrowed machine is gone.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     failed: dict[str, str] = {}
     start = time.perf_counter()
     for turn in range(turns + 1):
         for name, variant in tqdm(variants.items(), desc=f"turn {turn}"):
-            if time.perf_counter() - start > most_seconds and not seconds[name]:
-                failed.setdefault(name, "no time was left")
-            if name in failed or time.perf_counter() - start > most_seconds:
+            if name in failed:
+                continue
+            if time.perf_counter() - start > most_seconds:
+                if not seconds[name]:
+                    failed[name] = "no time was left"
                 continue
             try:
                 found = variant()
@@ -270,10 +275,14 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[8, 32], help="batches to time besides one row")
     parser.add_argument("--lengths", nargs="*", type=int, default=[], help="prompts to time at besides --prompt")
     parser.add_argument("--spans", nargs="*", type=int, default=[], help="lengths of spans to time, in words")
-    parser.add_argument("--beginning", type=int, default=0, help="ids that all prompts of a batch begin with, to time")
+    parser.add_argument(
+        "--beginning", type=int, default=0, help="length of prompts with one beginning to time, in ids"
+    )
     parser.add_argument("--weights", choices=["torchao-int8", "torchao-int4"], help="quantise the members first")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing in the turns after so long")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="start nothing more in the turns after so many"
+    )
     parser.add_argument("--plot", help="file to draw to")
     args = parser.parse_args()
     args.batches = sorted({1, *args.batches})
@@ -288,13 +297,8 @@ def main() -> None:
     ensemble.replayed_ids = texts[0].tolist()
     texts[0] = texts[0].to(ensemble.device)
     modes = ", ".join(member.cache_mode for member in ensemble.member_views)
-    details = (
-        f"{len(args.devices)} devices",
-        args.weights or "bfloat16",
-        f"prompt {args.prompt}",
-        f"{args.new_tokens} new tokens",
-    )
-    print(setting(args.devices[0], *details, f"caches: {modes}"))
+    details = args.weights or "bfloat16", f"prompt {args.prompt}", f"{args.new_tokens} new tokens", f"caches: {modes}"
+    print(setting(args.devices[0], f"{len(args.devices)} devices", *details))
 
     first = texts[0][None, : args.prompt], args.new_tokens, args.methods[0]
     calls = ", ".join(f"{args.new_tokens * time_ensemble(ensemble, *first):.2f}" for _ in range(4))

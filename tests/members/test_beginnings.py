@@ -1,4 +1,4 @@
-"""What the prompts of a batch begin with is read once: a system prompt, examples."""
+"""What all prompts of a batch begin with, such as a system prompt, is read once."""
 
 import pytest
 import torch
@@ -10,13 +10,14 @@ from tests import contracts, tiny
 
 SYSTEM = [20 + n * 7 % 60 for n in range(70)]
 ROWS = [[*SYSTEM, 5, 6], [*SYSTEM, 9], [*SYSTEM, 5, 7, 8, 11], [*SYSTEM, 30]]
-MODELS = {
-    "repack": tiny.tiny_llama,
-    "static": tiny.tiny_llama,
-    "windows": tiny.tiny_gemma3,
-    "recurrent": tiny.tiny_mamba,
-    "recompute": tiny.tiny_llama,
+CASES = {
+    "repack": (tiny.tiny_llama, "repack"),
+    "static": (tiny.tiny_llama, "static"),
+    "recompute": (tiny.tiny_llama, "recompute"),
+    "windows": (tiny.tiny_gemma3, None),
+    "recurrent": (tiny.tiny_mamba, None),
 }
+"""A model, and its cache mode; None for the one that its member finds."""
 
 
 @pytest.fixture(autouse=True)
@@ -24,18 +25,16 @@ def saves_a_few(monkeypatch):
     monkeypatch.setattr(state_module, "_LEAST_SAVED", 100)
 
 
-def member_of(name):
-    return LocalMember(MODELS[name](contracts.small(), seed=2), contracts.small())
+def member_of(make=tiny.tiny_llama):
+    return LocalMember(make(contracts.small(), seed=2), contracts.small())
 
 
-def state_of(member, rows, mode=None):
-    return MemberState(
-        member, [PlainContext(list(ids)) for ids in rows], None if mode in ("windows", "recurrent") else mode
-    )
+def state_of(member, rows, mode="repack"):
+    return MemberState(member, [PlainContext(list(ids)) for ids in rows], mode)
 
 
 def counting(member):
-    """The shapes of the ids that a member reads."""
+    """The shapes of the ids that a member reads from now on."""
     shapes = []
     member.model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -44,9 +43,9 @@ def counting(member):
 
 
 @pytest.mark.parametrize("num_last", [1, [2, 1, 3, 1]], ids=str)
-@pytest.mark.parametrize("mode", MODELS)
-def test_logits_are_those_of_every_row_alone_then_and_later(mode, num_last):
-    member = member_of(mode)
+@pytest.mark.parametrize(("make", "mode"), CASES.values(), ids=CASES)
+def test_logits_are_those_of_every_row_alone_then_and_later(make, mode, num_last):
+    member = member_of(make)
     state = state_of(member, ROWS, mode)
     with torch.no_grad():
         for _ in range(3):
@@ -62,9 +61,9 @@ def test_logits_are_those_of_every_row_alone_then_and_later(mode, num_last):
 
 
 def test_the_beginning_is_read_once_by_one_row():
-    member = member_of("repack")
+    member = member_of()
     shapes = counting(member)
-    state = state_of(member, ROWS, "repack")
+    state = state_of(member, ROWS)
     with torch.no_grad():
         state.logits()
     assert shapes == [(1, len(SYSTEM)), (4, 4)]
@@ -77,18 +76,18 @@ def test_the_beginning_is_read_once_by_one_row():
     ids=["one row", "short", "two rows", "nothing in common"],
 )
 def test_what_saves_little_is_read_with_the_rest(rows):
-    member = member_of("repack")
+    member = member_of()
     shapes = counting(member)
     with torch.no_grad():
-        state_of(member, rows, "repack").logits()
+        state_of(member, rows).logits()
     assert len(shapes) == 1
 
 
 def test_a_row_that_is_the_beginning_of_the_others_still_has_logits():
-    member = member_of("repack")
+    member = member_of()
     rows = [SYSTEM, *ROWS]
     with torch.no_grad():
-        found = state_of(member, rows, "repack").logits()
+        found = state_of(member, rows).logits()
         for row, ids in zip(found, rows, strict=True):
             expected = member.model(torch.tensor([ids]), use_cache=False).logits[0, -1]
             torch.testing.assert_close(row, expected, atol=2e-4, rtol=1e-3)
@@ -101,17 +100,14 @@ def test_texts_of_a_batch_with_one_system_prompt_are_those_of_each_prompt_alone(
     shapes = counting(ensemble._members[1])
     system = "You are a helpful assistant who answers briefly, and never says more than what was asked. " * 2
     prompts = [system + question for question in ("What is 1 + 1?", "Who are you", "The capital of France is")]
-    inputs = ensemble.tokenizer(prompts, return_tensors="pt", padding=True)
-    found = contracts.run(ensemble, dict(inputs), method="unite", max_new_tokens=6, eos_token_id=[])
+
+    def new_ids(texts):
+        inputs = dict(ensemble.tokenizer(texts, return_tensors="pt", padding=True))
+        found = contracts.run(ensemble, inputs, method="unite", max_new_tokens=6, eos_token_id=[])
+        return found.sequences[:, -6:].tolist()
+
+    found = new_ids(prompts)
     rows, width = shapes[0]
     assert rows == 1
     assert width > 40
-    for row, prompt in enumerate(prompts):
-        alone = contracts.run(
-            ensemble,
-            dict(ensemble.tokenizer(prompt, return_tensors="pt")),
-            method="unite",
-            max_new_tokens=6,
-            eos_token_id=[],
-        )
-        assert found.sequences[row, -6:].tolist() == alone.sequences[0, -6:].tolist()
+    assert found == [row for prompt in prompts for row in new_ids([prompt])]

@@ -2,9 +2,9 @@
 
 import gc
 import importlib
-import os
 import types
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from hf_ensemble.members import static_buffers
 from hf_ensemble.members.local import LocalMember
 from hf_ensemble.members.state import MemberState, PlainContext
 from tests import contracts, tiny
+from tests.triton import DEVICE, needs_triton
 
 SIZES = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -83,11 +84,6 @@ KINDS = {
     "qwen2": lambda vocab: qwen(Qwen2ForCausalLM, Qwen2Config, vocab, 3),
     "qwen3": lambda vocab: qwen(Qwen3ForCausalLM, Qwen3Config, vocab, 3),
 }
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(
-    not (torch.cuda.is_available() or IS_INTERPRETED), reason="needs a CUDA device, or Triton's interpreter"
-)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def ours():
@@ -96,20 +92,20 @@ def ours():
 
 @pytest.fixture(params=["plain", pytest.param("triton", marks=needs_triton)])
 def kernels(request, monkeypatch):
-    """The device of the members; what their kernels attended to is counted."""
+    """The device of the members, the calls of `attend`, and for each product the matrix's dtype and the vectors."""
     used = PLAIN if request.param == "plain" else ours()
     calls, products = [], []
 
-    def multiplied(states, weight, *args):
+    def product(states, weight, *args):
         products.append((weight.dtype, states.numel() // states.shape[-1]))
         return used.product(states, weight, *args)
 
-    def counted(*args):
+    def attend(*args):
         calls.append(args)
         return used.attend(*args)
 
     counting = types.SimpleNamespace(
-        rms_norm=used.rms_norm, product=multiplied, rotate_and_keep=used.rotate_and_keep, attend=counted,
+        rms_norm=used.rms_norm, product=product, rotate_and_keep=used.rotate_and_keep, attend=attend,
         MOST_VECTORS=used.MOST_VECTORS,
     )  # fmt: skip
     monkeypatch.setattr(fusing, "_kernels", lambda device: counting)
@@ -192,7 +188,7 @@ def test_weights_that_are_not_contiguous_are_read_right(kernels):
 
 
 class Int8Tensor(torch.nn.Parameter):
-    """As torchao's, whose own products write out the whole matrix."""
+    """A stand-in for torchao's class, which is recognised by its name."""
 
     act_quant_kwargs = None
 
@@ -204,22 +200,20 @@ class Int8Tensor(torch.nn.Parameter):
         return made
 
 
-def test_weights_of_torchao_in_int8_are_read_as_they_are(kernels):
+def test_weights_of_torchao_in_int8_are_multiplied_as_they_are(kernels):
     model = KINDS["llama"](contracts.small()).to(kernels.device)
     for part in model.modules():
         if type(part) is torch.nn.Linear and part is not model.lm_head:
             part.weight = Int8Tensor(part.weight)
-    model.model.layers[0].mlp.up_proj.weight.act_quant_kwargs = "rounds what it multiplies"
+    model.model.layers[0].mlp.up_proj.weight.act_quant_kwargs = "activations in int8 too"
     member = LocalMember(model, contracts.small())
     found = follow(member, "fused", STEPS)
     for one, expected in zip(found, follow(member, "recompute", STEPS), strict=True):
         torch.testing.assert_close(one, expected, atol=2e-4, rtol=1e-3)
-    counts = [count for dtype, count in kernels.products if dtype == torch.int8]
-    # Each of two rows has 8, 1, 4, 1, 32 and 256 ids.
-    num_layers = model.config.num_hidden_layers
-    assert {count: counts.count(count) for count in counts} == {
-        16: 7 * num_layers - 1, 2: 2 * (7 * num_layers - 1), 8: 7 * num_layers - 1,
-    }  # fmt: skip
+    counts = Counter(count for dtype, count in kernels.products if dtype == torch.int8)
+    # Each of two rows has 8, 1, 4, 1, 32 and 256 ids; a layer has seven matrices.
+    num_int8 = 7 * model.config.num_hidden_layers - 1
+    assert counts == {16: num_int8, 2: 2 * num_int8, 8: num_int8}
 
 
 def test_a_fused_model_leaves_nothing_for_the_garbage_collector(on_cpu):
@@ -310,11 +304,8 @@ def test_products_with_one_vector(width, has_bias):
 def test_products_with_a_matrix_in_int8(num_out, width, num_vectors, has_bias):
     generator = torch.Generator().manual_seed(width)
     weight = torch.randint(-127, 128, (num_out, width), generator=generator, dtype=torch.int8).to(DEVICE)
-    states, scale, bias = (
-        drawn(1, num_vectors, width),
-        drawn(num_out).abs() / 100,
-        drawn(num_out) if has_bias else None,
-    )
+    states, scale = drawn(1, num_vectors, width), drawn(num_out).abs() / 100
+    bias = drawn(num_out) if has_bias else None
     found = ours().product(states, weight, bias, scale)
     torch.testing.assert_close(found, product(states, weight, bias, scale), atol=1e-3, rtol=1e-4)
 

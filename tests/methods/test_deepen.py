@@ -25,18 +25,18 @@ each_variant = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: con
 class Case:
     """Members without models: tokenizers, embeddings, and logits for a batch."""
 
-    def __init__(self, tokenizers, batch_size=4, widths=(12, 20, 7), seed=0, spread=3.0):
+    def __init__(self, tokenizers, batch_size=4, widths=(12, 20, 7), seed=0, spread=3.0, device="cpu"):
         generator = torch.Generator().manual_seed(seed)
         self.tokenizers = tokenizers
-        self.device = torch.device("cpu")
+        self.device = torch.device(device)
         self.members = [ReferenceMember(tiny.ScriptedModel(t), t) for t in tokenizers]
         sizes = [tiny.rows_of(tokenizer) for tokenizer in tokenizers]
         self.embeddings = [
-            nn.Embedding(size, width, _weight=torch.randn(size, width, generator=generator))
+            nn.Embedding(size, width, _weight=torch.randn(size, width, generator=generator).to(device))
             for size, width in zip(sizes, widths, strict=False)
         ]
-        self.logits = [spread * torch.randn(batch_size, size, generator=generator) for size in sizes]
-        self.weights = torch.rand(batch_size, len(sizes), generator=generator) + 0.1
+        self.logits = [spread * torch.randn(batch_size, size, generator=generator).to(device) for size in sizes]
+        self.weights = torch.rand(batch_size, len(sizes), generator=generator).to(device) + 0.1
         self.weights /= self.weights.sum(-1, keepdim=True)
         self.union = UnionVocabulary.from_tokenizers(tokenizers, cache=False)
         self.eos_ids = [sorted(member.eos_ids) for member in self.members]
