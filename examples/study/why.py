@@ -309,7 +309,9 @@ def at_right_answers(ensemble: Ensemble, group: Group) -> dict[str, Table]:
     weights.expand(len(items), 1)
     for places in ensemble.batches([len(item.prompt) for item in items]):
         own = [items[place] for place in places]
-        pairs = read_pairs(members[0], [x.prompt for x in own], [x.continuations[x.right] for x in own])
+        pairs = read_pairs(
+            members[0], [x.prompt for x in own], [x.continuations[x.right] for x in own], model.config.chat_id
+        )
         pairs = [Pair(pair.prompt, [*pair.continuation, ends[0]], pair.num_bytes) for pair in pairs]
         none = OwnPrompts(members, num_rows=len(places))
         batch = Steps(call, average, Batch(pairs, places, weights.of_prompts(places), none))
