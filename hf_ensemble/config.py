@@ -343,7 +343,7 @@ class EnsembleConfig(PreTrainedConfig):
     """The primary's configuration."""
 
     chat_id: Any = None
-    """Random text that an ensemble shares with its tokenizer, also when they are saved. An ensemble reads only the
+    """Random text that an ensemble and its tokenizer share, also when they are saved: an ensemble reads only the
     conversations that its own tokenizer renders. None: a new one for every ensemble."""
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 
 The stock pipeline passes nothing but ids from the tokenizer to `generate`. So the conversation that each member needs
 for its own prompt is kept here, under the ensemble it was rendered for and the exact ids of the primary's rendering.
-A plain text may have the same ids: the last use of them counts.
+A plain text may have the same ids; then their last use counts.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ MAX_IDS = 1 << 22
 
 class _Kept(NamedTuple):
     conversation: Conversation
-    size: int
+    size: int  # what it counts towards `MAX_IDS`
     is_text: bool
 
 
@@ -43,7 +43,7 @@ def remember(chat_id: str, ids: Sequence[int], conversation: Conversation, is_te
     key = _key(chat_id, ids)
     with _lock:
         # A text may be tokenized again, whatever has been rendered since.
-        is_text |= _drop(key)
+        is_text |= key in _conversations and _drop(key).is_text
         # Short ones count as 64 ids, to limit their number.
         _conversations[key] = kept = _Kept(conversation, max(64, len(ids)), is_text)
         _num_ids += kept.size
@@ -67,7 +67,7 @@ def recall(chat_id: str, ids: Sequence[int]) -> Conversation | None:
 
 
 def forget(chat_id: str, rows: Iterable[Sequence[int]]) -> None:
-    """Read ids as plain text from now on, unless a conversation was rendered to their text.
+    """Treat ids as plain text from now on, unless a conversation was rendered to their text.
 
     Args:
         chat_id: The `chat_id` of the ensemble whose tokenizer encoded them.
@@ -81,14 +81,11 @@ def forget(chat_id: str, rows: Iterable[Sequence[int]]) -> None:
                 _drop(key)
 
 
-def _drop(key: _Key) -> bool:
-    """Drop what is kept, if anything is, and return whether it was rendered to a text."""
+def _drop(key: _Key) -> _Kept:
     global _num_ids
-    kept = _conversations.pop(key, None)
-    if kept is None:
-        return False
+    kept = _conversations.pop(key)
     _num_ids -= kept.size
-    return kept.is_text
+    return kept
 
 
 def _key(chat_id: str, ids: Sequence[int]) -> _Key:

@@ -65,7 +65,7 @@ class _RemembersConversations:
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         shape = {"padding": padding, "max_length": max_length, "return_tensors": return_tensors}
         if return_assistant_tokens_mask:
-            # For training, so there is nothing to remember, and nothing to forget.
+            # For training: nothing to remember, and unlike this class, the stock one forgets nothing.
             own = {"chat_template": chat_template, "tokenize": tokenize, "truncation": truncation}
             own |= {"return_dict": return_dict, "return_assistant_tokens_mask": True}
             own |= {"tokenizer_kwargs": tokenizer_kwargs} | shape | options

@@ -107,7 +107,7 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def _int8_rows(weight: Any) -> tuple[Tensor, Tensor] | None:
-    """The numbers of torchao's `Int8WeightOnlyConfig`, and a factor for each row; None for any other weight."""
+    """The int8 matrix of torchao's `Int8WeightOnlyConfig`, and a scale for each row; None for any other weight."""
     others = ("act_quant_kwargs", "act_pre_scale")
     if type(weight).__name__ != "Int8Tensor" or any(getattr(weight, name, None) is not None for name in others):
         return None
@@ -164,7 +164,7 @@ def _linear(linear: Any, kernels: Any, states: Tensor) -> Tensor:
 
 
 def _int8_linear(linear: Any, kernels: Any, numbers: Tensor, scale: Tensor, states: Tensor) -> Tensor:
-    # torchao writes out the matrix in the dtype of the states every time.
+    # torchao writes out the whole matrix in the dtype of the states, which only many vectors are worth.
     if states.numel() <= kernels.MOST_VECTORS * states.shape[-1]:
         found: Tensor = kernels.product(states, numbers, linear.bias, scale)
         return found

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_VECTORS = 32
-"""Number of vectors up to which a matrix in int8 is multiplied as it is."""
+"""Maximum number of vectors in a product with a matrix in int8."""
 
 _MOST_SPLITS = 64
 """Maximum number of parts in which the slots of a row are read in parallel."""
@@ -68,7 +68,7 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor |
     num_out, width = weight.shape
     num_vectors = states.numel() // width
     states, found = states.contiguous(), states.new_empty(*states.shape[:-1], num_out)
-    # Those that are not there are not read.
+    # A missing scale or bias is not read, so the matrix stands in for it.
     inputs = states, weight, weight if scale is None else scale, weight if bias is None else bias, found
     if num_vectors > 1:
         grid = (triton.cdiv(num_out, 32),)
@@ -136,7 +136,7 @@ def _products(
         w = tl.load(weight + w_at, mask=is_row[:, None] & is_there[None, :], other=0)
         x_at = vector[None, :] * width + at[:, None]
         x = tl.load(states + x_at, mask=is_vector[None, :] & is_there[:, None], other=0.0)
-        # Whole numbers up to 127 are exact in any dtype.
+        # Every dtype holds these whole numbers exactly.
         total = tl.dot(w.to(x.dtype), x, total, input_precision=PRECISION)
     total *= tl.load(scale + row, mask=is_row, other=0.0)[:, None]
     if HAS_BIAS:

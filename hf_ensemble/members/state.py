@@ -16,7 +16,7 @@ from .member import Member
 from .transfer import sent
 
 _LEAST_SAVED = 256
-"""Number of ids, over all rows, that must be saved by reading what they begin with in a forward pass of its own."""
+"""Number of ids, over all rows, that a common beginning must save, because it takes a forward pass of its own."""
 
 
 @dataclass
@@ -110,14 +110,15 @@ class MemberState:
         Args:
             num_last: Number of last ids with logits, for each row.
         """
-        contexts, texts = self.contexts, [context.ids for context in self.contexts]
         if not self.member.shares_beginnings or self.caches.mode == "recompute":
             return
-        most = min(len(ids) - max(1, count) for ids, count in zip(texts, num_last, strict=True))
-        count = min(num_common(min(texts), max(texts)), most)
-        if count * (len(texts) - 1) < _LEAST_SAVED:
+        contexts, texts = self.contexts, [context.ids for context in self.contexts]
+        longest = min(len(ids) - max(1, count) for ids, count in zip(texts, num_last, strict=True))
+        # What the first and the last text in order begin with, all begin with.
+        length = min(num_common(min(texts), max(texts)), longest)
+        if length * (len(texts) - 1) < _LEAST_SAVED:
             return
-        self.select([0], [PlainContext(texts[0][:count])])
+        self.select([0], [PlainContext(texts[0][:length])])
         self.start()
         self.select([0] * len(contexts), contexts)
 

@@ -38,8 +38,11 @@ _MOST_SPARE = 4
 So a last, small batch neither frees what the next batches need, nor captures graphs again.
 """
 
-_MOST_OTHERS, _OTHER_BYTES = 2, 512 * 2**20
-"""So many unused buffers of other sizes are kept for calls like those that they were made for, up to so much memory."""
+_MOST_OTHERS = 2
+"""Maximum number of unused buffers of other sizes: calls of these sizes find their graphs again."""
+
+_MOST_OTHER_BYTES = 512 * 2**20
+"""Maximum memory of their slots."""
 
 Masks = Callable[[Tensor, int], Any]
 
@@ -259,7 +262,7 @@ class StaticBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of the slots."""
+        """Bytes of the slots."""
         return sum(held.nbytes for held in self.cache.blocks)
 
     def clear(self) -> None:
@@ -348,7 +351,7 @@ class BufferPool:
             num_bytes = 0
             for number, buffers in enumerate(reversed(list(self._free))):
                 num_bytes += buffers.num_bytes
-                is_small = number < _MOST_OTHERS and num_bytes <= _OTHER_BYTES
+                is_small = number < _MOST_OTHERS and num_bytes <= _MOST_OTHER_BYTES
                 if not is_small or (buffers.made_for, buffers.is_fused) != made:
                     self._free.remove(buffers)
                     buffers.wait()  # for a step that ran ahead, because its memory is about to be reused

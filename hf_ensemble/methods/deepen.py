@@ -229,14 +229,13 @@ class Deepen(TokenMethod):
         taking_part = [index for index, one in enumerate(logits) if one is not None]
         ids, places = found[: len(taking_part)], found[len(taking_part) :]
         nums_ids, nums_missing = numbers[::2], numbers[1::2]
-        if places:
-            most = max(num / self._rows[index].capacity for index, num in zip(taking_part, nums_ids, strict=True))
-            if most > 1 and len(weights) > 1:
-                return self._mix_parts(logits, weights, math.ceil(len(weights) / math.ceil(most)))
+        excess = max(num / self._rows[index].capacity for index, num in zip(taking_part, nums_ids, strict=True))
+        if places and excess > 1:
+            return self._mix_parts(logits, weights, math.ceil(len(weights) / math.ceil(excess)))
         for n, index in enumerate(taking_part):
             self._keep(index, ids[n][: nums_ids[n]], nums_missing[n])
             if places and (size := self._sizes[index]):
-                # Few different numbers, each of which has a graph of its own.
+                # Rounded up, because every number of ids has a graph of its own.
                 ids[n] = ids[n][: max(1, math.ceil(nums_ids[n] / size)) * size]
         return self._captured_fuse(is_fused, weights, *logits, *ids, *places)
 

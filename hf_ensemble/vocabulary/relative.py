@@ -37,8 +37,8 @@ class RelativeRows:
     are formed and kept on the embeddings' device. When no more fit, those unused for longest are dropped. Rows of
     tokens without an embedding (all zeros) are uniform. Not safe for several threads or CUDA streams at once.
 
-    Rows are kept in float32. On a GPU with Triton, the rows of embeddings in 16 bits take 16 bits, too, up to a factor
-    for each row; sums over them are in float32.
+    Rows are kept in float32; on a GPU with Triton, those of 16-bit embeddings in float16 if `sharpness` is given, with
+    a float32 factor for each row. Sums over rows are in float32.
 
     Args:
         embeddings: Of shape `(vocab_size, hidden_size)`; not copied.
@@ -79,7 +79,7 @@ class RelativeRows:
                 self._order, self._places = order, order.argsort()
         self.are_shared = self._kernels is not None
         self.capacity = max(1, min(vocab_size, _CACHE_BYTES // (self._dtype.itemsize * self._width)))
-        # The last place of each is for none.
+        # The last entry of each stands for none.
         self._slot_of = anchor_ids.new_full((vocab_size + 1,), -1)
         self._id_at = anchor_ids.new_full((self.capacity + 1,), vocab_size)
         self._used_at = torch.zeros_like(self._id_at)
@@ -283,17 +283,17 @@ class TakenRows:
 
 
 def distinct_ids(ids: Tensor, is_asked: Tensor, every: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the different ids of a batch, without reading on the host.
+    """Find the distinct ids of a batch, without reading on the host.
 
     Args:
         ids: Of shape `(batch_size, num_own)`.
-        is_asked: The rows that count, of shape `(batch_size,)`.
+        is_asked: Whose ids count, of shape `(batch_size,)`.
         every: All ids there are, of shape `(vocab_size,)`.
         capacity: Largest number to return.
 
     Returns:
-        The different ids, of shape `(num_ids,)`, filled up with 0; where the ids of each row are among them, of the shape
-        of `ids`; and how many there are.
+        The distinct ids, of shape `(num_ids,)`, filled up with 0; where the ids of each row are among them, of the shape
+        of `ids`; and how many distinct ids the batch has, which may be more than `capacity`.
     """
     most, none = min(capacity, ids.numel()), len(every)
     is_wanted = torch.zeros(none + 1, dtype=torch.bool, device=ids.device)
@@ -311,12 +311,12 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _kernels(device: torch.device) -> Any:
-    """Our kernels for rows on a device; None if there are none."""
+    """Our kernels for rows on a device; None where Triton does not run."""
     if device.type != "cuda":
         return None
     try:
         return importlib.import_module(".relative_kernels", __package__)
-    except ImportError:  # no Triton: PyTorch's kernels, one row of a batch after the other
+    except ImportError:  # PyTorch's kernels, one row of a batch after the other
         return None
 
 

@@ -1,7 +1,7 @@
 """Triton kernels for rows of relative representations: they are normalised in two passes, and read where they are kept.
 
-Rows are kept as their largest entry times a power of two, so that 16 bits hold them, with one over their sum apart. Sums
-are computed in float32, and columns beyond the anchors are zeros.
+Rows are scaled so that their largest entry is `_FULL`, which 16 bits hold; one over their sum is kept apart. Sums are
+computed in float32, and columns beyond the anchors are zeros.
 """
 
 import triton
@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 WIDTH_OF_BLOCKS = 512
-"""Rows are a multiple of this wide."""
+"""The width of kept rows is a multiple of this."""
 
 _FULL = 32768.0
-"""What the largest entry of a row is kept as."""
+"""The largest entry of a kept row."""
 
 _ROWS, _BLOCK, _SPLITS = 4, 512, 8
 """How products are read: rows and columns at once, and parts of a row in parallel."""

@@ -252,7 +252,7 @@ def test_calls_of_different_sizes_in_turn_find_their_buffers_again(static, monke
     assert [call(length)() for length in (10, 200, 10)] == [first[n]() for n in (0, 1, 0)]
     sizes = [buffers().num_bytes for buffers in first]
     assert 0 < sizes[0] < sizes[1]
-    monkeypatch.setattr(static_buffers, "_OTHER_BYTES", sizes[0])
+    monkeypatch.setattr(static_buffers, "_MOST_OTHER_BYTES", sizes[0])
     last = call(400)
     # The one used last comes first.
     assert [buffers() is not None for buffers in (*first, last)] == [True, False, True]

@@ -236,7 +236,7 @@ class SpeculativeDecoder:
         return choices
 
     def _run_primary_ahead(self, columns: Tensor) -> None:
-        """If nothing is drafted, now and in the next round, start the primary's next step before the host follows."""
+        """If nothing is drafted now or in the next round, start the primary's next step before the host follows."""
         is_quiet = not any(row.columns for row in self._live)
         self._num_quiet = self._num_quiet + 1 if is_quiet else 0
         goes_on = any(len(row.ids) + 1 < self._max_new for row in self._live)

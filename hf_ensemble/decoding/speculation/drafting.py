@@ -37,7 +37,7 @@ class Drafting:
     def pause(self, rows: Sequence[Row]) -> bool:
         """Decide, before this round is decided, whether to draft nothing in the next one.
 
-        Texts are looked up only when they are known, so this is for drafts of members.
+        What looking up a row's text finds depends on this round, so rows with a lookup are never paused.
 
         Returns:
             Whether nothing will be drafted.
