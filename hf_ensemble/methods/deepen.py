@@ -203,13 +203,6 @@ class Deepen(TokenMethod):
     def _devices(self) -> set[torch.device]:
         return {self.device, *(module.weight.device for module in self._embeddings)}  # type: ignore[arg-type]
 
-    def _keep(self, index: int, ids: Tensor, num_missing: int) -> None:
-        """Form one member's missing rows of some ids, unless there are too many to keep."""
-        rows = self._rows[index]
-        if len(ids) <= rows.capacity:
-            rows.reserve()
-            rows.keep(ids.to(rows.device), num_missing)
-
     # One step
 
     def _mix_parts(self, logits: Sequence[Tensor | None], weights: Tensor, size: int) -> tuple[Tensor, ...]:
@@ -233,7 +226,9 @@ class Deepen(TokenMethod):
         if places and excess > 1:
             return self._mix_parts(logits, weights, math.ceil(len(weights) / math.ceil(excess)))
         for n, index in enumerate(taking_part):
-            self._keep(index, ids[n][: nums_ids[n]], nums_missing[n])
+            rows = self._rows[index]
+            if nums_ids[n] <= rows.capacity:
+                rows.keep(ids[n][: nums_ids[n]].to(rows.device), nums_missing[n])
             if places and (size := self._sizes[index]):
                 # Rounded up, because every number of ids has a graph of its own.
                 ids[n] = ids[n][: max(1, math.ceil(nums_ids[n] / size)) * size]

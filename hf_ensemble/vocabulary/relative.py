@@ -98,19 +98,17 @@ class RelativeRows:
         """
         return self._slot_of[ids] < 0
 
-    def reserve(self) -> None:
-        """Allocate the memory for kept rows, which stays the same until it is freed."""
-        if self._kept is None:
-            self._kept = self._inverse_norms.new_zeros(self.capacity, self._width, dtype=self._dtype)
-
     def keep(self, ids: Tensor, num_missing: int) -> None:
         """Form the rows of some ids that are not kept yet, and keep the rows of all of them.
+
+        The memory of kept rows stays where it is until `forget`.
 
         Args:
             ids: At most `capacity`, each once, of shape `(num_ids,)`, on the embeddings' device.
             num_missing: Number of ids that are not kept yet.
         """
-        assert self._kept is not None, "no memory reserved"
+        if self._kept is None:
+            self._kept = self._inverse_norms.new_zeros(self.capacity, self._width, dtype=self._dtype)
         self._time += 1
         slots = self._slot_of[ids]
         self._used_at.index_fill_(0, torch.where(slots < 0, self.capacity, slots), self._time)

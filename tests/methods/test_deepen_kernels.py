@@ -103,7 +103,6 @@ def test_rows_unused_for_longest_are_dropped_first(device, monkeypatch):
     keep_at_most(4, monkeypatch)
     embeddings = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)).to(device)
     rows = relative.RelativeRows(embeddings, torch.arange(30, device=device), 100.0)
-    rows.reserve()
     for ids in ([1, 2, 3, 4], [2, 3], [5, 6], [2, 7]):
         wanted = torch.tensor(ids, device=device)
         rows.keep(wanted, int(rows.is_missing(wanted).sum()))
@@ -125,7 +124,6 @@ def test_kept_rows_are_those_that_are_formed(sharpness, dtype, copies_anchors, d
     anchors = torch.randperm(900, generator=generator)[:700].to(device)
     ids = torch.tensor([7, 11, 650, 3, 899], device=device)
     rows = relative.RelativeRows(embeddings, anchors, sharpness)
-    rows.reserve()
     rows.keep(ids, len(ids))
     assert rows._kept.dtype == (torch.float32 if dtype == torch.float32 or sharpness is None else torch.float16)
     expected = rows.form(ids)
