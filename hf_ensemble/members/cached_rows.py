@@ -78,6 +78,10 @@ class CachedRows(ABC):
         self.select([*range(count), *[0] * num_more])
         self.adopt(other, [*[None] * count, *range(num_more)])
 
+    def reserve(self, num_rows: int, longest: int) -> None:
+        """Make room for so many rows of up to `longest` ids, if room cannot grow without a copy."""
+        return
+
     def hold(self) -> None:
         """Remember the current rows, if they could not be rolled back to otherwise."""
         return

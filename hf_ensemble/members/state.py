@@ -110,7 +110,8 @@ class MemberState:
         Args:
             num_last: Number of last ids with logits, for each row.
         """
-        if not self.member.shares_beginnings or self.caches.mode == "recompute":
+        # With `row_tokens`, only a fresh row reads many ids at once.
+        if not self.member.shares_beginnings or self.caches.mode in ("recompute", "row_tokens"):
             return
         contexts, texts = self.contexts, [context.ids for context in self.contexts]
         longest = min(len(ids) - max(1, count) for ids, count in zip(texts, num_last, strict=True))
@@ -119,6 +120,7 @@ class MemberState:
         if length * (len(texts) - 1) < _LEAST_SAVED:
             return
         self.select([0], [PlainContext(texts[0][:length])])
+        self.caches.reserve(len(texts), max(map(len, texts)))
         self.start()
         self.select([0] * len(contexts), contexts)
 

@@ -54,7 +54,7 @@ class StaticRows(CachedRows):
         num_logits = max(num_last)
         widths, num_rows, num_taken = self._passes(most_new(texts, num_cached, num_last), len(texts), num_logits)
         lengths = list(map(len, texts))
-        self._reserve(len(texts), max(lengths))
+        self.reserve(len(texts), max(lengths))
         width = sum(widths)
         rows = [last_ids(text, width) for text in texts]
         rows += [[0] * width] * (num_rows - len(rows))
@@ -122,7 +122,7 @@ class StaticRows(CachedRows):
         """Let row n continue from row `rows[n]` of a fork; None leaves it unchanged."""
         taken = {place: row for place, row in enumerate(rows) if row is not None}
         longest = max(len(fork.cached[row]) for row in taken.values())
-        self._reserve(len(self.cached), longest)
+        self.reserve(len(self.cached), longest)
         self._held.take(fork._held, list(taken.values()), list(taken), longest)
         for place, row in taken.items():
             self.cached[place] = list(fork.cached[row])
@@ -145,7 +145,7 @@ class StaticRows(CachedRows):
         assert self._buffers is not None
         return self._buffers
 
-    def _reserve(self, num_rows: int, longest: int) -> None:
+    def reserve(self, num_rows: int, longest: int) -> None:
         """Reserve room for rows of up to `longest` ids, and for expected ids."""
         old, give_back = self._buffers, self._give_back
         if old is None:

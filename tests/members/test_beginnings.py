@@ -15,7 +15,8 @@ CASES = {
     "static": (tiny.tiny_llama, "static"),
     "recompute": (tiny.tiny_llama, "recompute"),
     "windows": (tiny.tiny_gemma3, None),
-    "recurrent": (tiny.tiny_mamba, None),
+    "recurrent": (tiny.tiny_mamba2, None),
+    "token by token": (tiny.tiny_mamba, None),
 }
 """A model, and its cache mode; None for the one that its member finds."""
 
@@ -81,6 +82,28 @@ def test_what_saves_little_is_read_with_the_rest(rows):
     with torch.no_grad():
         state_of(member, rows).logits()
     assert len(shapes) == 1
+
+
+def test_rows_that_would_read_what_follows_token_by_token_read_it_all_at_once():
+    member = member_of(tiny.tiny_mamba)
+    shapes = counting(member)
+    state = state_of(member, ROWS, "row_tokens")
+    with torch.no_grad():
+        state.logits()
+    assert len(shapes) == state.num_forwards == 2 * len(ROWS)
+
+
+def test_slots_are_reserved_once_for_all_rows_and_ids():
+    """Not for one row, then for all, then for longer ones."""
+    member = member_of()
+    rows = [*ROWS[:3], [*SYSTEM, *range(100, 200)]]
+    state = state_of(member, rows, "static")
+    made = []
+    acquire = member.buffer_pool.acquire
+    member.buffer_pool.acquire = lambda *args: made.append(acquire(*args)) or made[-1]
+    with torch.no_grad():
+        state.logits()
+    assert [(buffers.num_rows, buffers.capacity > len(rows[-1])) for buffers in made] == [(4, True)]
 
 
 def test_a_row_that_is_the_beginning_of_the_others_still_has_logits():
