@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -138,6 +139,18 @@ def test_equals_full_matrices_with_automatic_gradients(name, config, request):
     if config.variant == "released":
         own = pooled(case, torch.stack([row.softmax(-1) for row in case.logits[0]]))
         assert (found - own).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("options", [{"num_anchors": 1, "support": None}, {"support": 1}], ids=str)
+def test_rounding_moves_nothing_where_the_search_cannot(two, options):
+    """One anchor to which every token is equally similar, or one token that has all the probability."""
+    config = DeepenConfig(num_steps=9, **options)
+    method = two.method(config)
+    logits = method.masked(two.logits[0], 0).double()
+    assert not set(logits.argmax(-1).tolist()) & set(two.eos_ids[0])
+    decay = math.prod(1 - 0.01 * method._rate(step) for step in range(9))
+    expected = pooled(two, (logits * decay).softmax(-1))
+    torch.testing.assert_close(two.mix(config).double(), expected, atol=1e-6, rtol=1e-4)
 
 
 @each_variant
