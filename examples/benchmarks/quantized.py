@@ -32,7 +32,7 @@ PROMPTS = (PROMPT, QUESTIONS, "The capital of France is", "Water boils at", "Onc
 
 
 def quantisation(kind: str, device: str = "cpu") -> Any:
-    """Return the configuration of a kind; None for plain weights."""
+    """Return the configuration of a kind for weights on a device; None for plain weights."""
     if kind == "torchao-int8":
         from torchao.quantization import Int8WeightOnlyConfig
         from transformers import TorchAoConfig

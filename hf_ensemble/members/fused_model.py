@@ -50,8 +50,8 @@ def fused_model(member: MemberModel) -> Any:
         elif type(part) is torch.nn.Linear:
             if _is_plain(part.weight):
                 _run_by(part, _linear, kernels)
-            elif (rows := _int8_rows(part.weight)) is not None:
-                _run_by(part, _int8_linear, kernels, *rows)
+            elif (scaled := _int8_matrix(part.weight)) is not None:
+                _run_by(part, _int8_linear, kernels, *scaled)
     if num_layers != model.config.get_text_config(decoder=True).num_hidden_layers:
         raise MemberError(f"not all of its layers have the attention of {', '.join(_KNOWN.values())}")
     return twin
@@ -106,10 +106,13 @@ def _is_plain(weight: Tensor) -> bool:
     return type(weight) is torch.nn.Parameter and weight.is_contiguous()
 
 
-def _int8_rows(weight: Any) -> tuple[Tensor, Tensor] | None:
+def _int8_matrix(weight: Any) -> tuple[Tensor, Tensor] | None:
     """The int8 matrix of torchao's `Int8WeightOnlyConfig`, and a scale for each row; None for any other weight."""
-    others = ("act_quant_kwargs", "act_pre_scale")
-    if type(weight).__name__ != "Int8Tensor" or any(getattr(weight, name, None) is not None for name in others):
+    # torchao's other kinds of int8 change the activations, too.
+    of_activations = ("act_quant_kwargs", "act_pre_scale")
+    if type(weight).__name__ != "Int8Tensor" or any(
+        getattr(weight, name, None) is not None for name in of_activations
+    ):
         return None
     numbers, scale = weight.qdata, weight.scale
     if numbers.ndim != 2 or not numbers.is_contiguous() or scale.numel() not in (1, len(numbers)):
