@@ -71,21 +71,12 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor |
     # A missing scale or bias is not read, so the matrix stands in for it.
     inputs = states, weight, weight if scale is None else scale, weight if bias is None else bias, found
     if num_vectors > 1:
-        grid = (triton.cdiv(num_out, 32),)
-        of_each = max(16, triton.next_power_of_2(num_vectors))
-        _products[grid](
-            *inputs,
-            width,
-            num_out,
-            num_vectors,
-            bias is not None,
-            32,
-            128,
-            of_each,
-            _precision(states),
-            num_warps=4,
-            num_stages=5,
-        )
+        # Products of matrices need 16 vectors or more.
+        num_padded = max(16, triton.next_power_of_2(num_vectors))
+        _products[(triton.cdiv(num_out, 32),)](
+            *inputs, width, num_out, num_vectors, bias is not None, 32, 128, num_padded, _precision(states),
+            num_warps=4, num_stages=5,
+        )  # fmt: skip
         return found
     block = 1024 if width % 1024 == 0 else 512
     _product[(num_out,)](

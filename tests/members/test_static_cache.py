@@ -112,8 +112,8 @@ def test_drafts_whose_ids_stay_on_the_device_change_no_text(method, length, stat
 
 
 @pytest.mark.filterwarnings("ignore:the primary .* wrote the control token")
-def test_a_round_after_which_nothing_is_drafted_is_as_quick_as_a_plain_step(static, monkeypatch):
-    """The next length is chosen before the round is decided, so the primary can run ahead; it is kept to."""
+def test_the_primary_runs_ahead_in_a_round_after_which_nothing_is_drafted(static, monkeypatch):
+    """The next length is chosen before the round is decided, and not again after it."""
     expected = text_of(shared_pair(), "gac", max_new_tokens=24)
     ahead, lengths = [], itertools.cycle([0, 0, 0, 2, 0, 3, 3])
     run_ahead = MemberState.run_ahead

@@ -85,7 +85,7 @@ def test_a_batch_whose_ids_fit_is_searched_at_once_and_a_larger_one_in_few_parts
     assert 1 < len(sizes) <= 4
 
 
-def test_a_row_of_a_batch_without_numbers_spoils_no_other(device):
+def test_a_row_of_nan_spoils_no_other_row_of_the_batch(device):
     case = pair(device)
     case.weights = case.weights.new_tensor([[0.5, 0.5], [1.0, 0.0], [0.0, 1.0], [0.3, 0.7]])
     case.logits[1][1] = torch.nan

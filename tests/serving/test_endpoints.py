@@ -160,8 +160,8 @@ def test_a_prompt_that_is_too_long_is_a_400_with_the_limit(short_client, endpoin
     assert ask(short_client, endpoint, stream, most=2).num_tokens == 2
 
 
-def test_a_conversation_and_a_plain_prompt_with_the_same_ids_are_each_what_they_are(monkeypatch):
-    """Every endpoint after every other."""
+def test_a_conversation_and_a_plain_prompt_with_the_same_ids_are_told_apart(monkeypatch):
+    """Also if one endpoint is asked after the other."""
     tokenizers = [tiny.smol_like(), tiny.smol_like()]
     tokenizers[0].chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     models = [tiny.tiny_llama(tokenizer, num_hidden_layers=1) for tokenizer in tokenizers]
