@@ -348,7 +348,7 @@ class Deepen(TokenMethod):
                 relative = rows.combine(probs)
             # dKL/dlogits = p (1 - R r/(pR)), and rows of R sum to 1.
             ascent = rows.compare((relative - target) / relative.clamp_min(_TINY))
-            # Zero but for rounding, which AdamW would make a full step of where nothing else is left.
+            # The gradient sums to zero. AdamW would take full steps along rounding errors where it is zero everywhere.
             ascent = ascent - (probs * ascent).sum(-1, keepdim=True)
             gradient = probs * ascent / self._num_anchors
             mean = mean.lerp(gradient, 1 - _BETAS[0])
