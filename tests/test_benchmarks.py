@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,21 @@ def test_large_members(members, run, tmp_path):
     assert {"unite, batch 1", "gac, batch 2", "unite, prompt 300"} <= set(names)
     assert all(is_number(row["ms a token (quartiles)"]) for row in rows)
     assert plot.stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_large_members_print_what_was_measured_in_time(members, monkeypatch, capsys):
+    """Here nothing was. The weights are quantised before."""
+    script, quantised = load_script("examples/benchmarks/large_members.py", monkeypatch), []
+    monkeypatch.setattr(script, "quantise", lambda model, *args: quantised.append(args))
+    options = ["--tokenizers", *members, "--members", "tiny", "tiny-qwen", "--devices", "cpu", "--methods", "gac"]
+    options += ["--prompt", "8", "--new-tokens", "2", "--batches", "1", "--seconds", "-1", "--weights", "torchao-int8"]
+    monkeypatch.setattr(sys, "argv", ["large_members.py", *map(str, options)])
+    with pytest.raises(SystemExit, match="these failed: tiny alone, stock"):
+        script.main()
+    assert quantised == [("torchao-int8", "cpu")] * 2
+    rows, *_ = tables(capsys.readouterr().out)
+    assert {row["ms a token (quartiles)"] for row in rows[:-4]} == {"no time was left"}
 
 
 def test_large_members_go_on_where_one_way_fails(monkeypatch):

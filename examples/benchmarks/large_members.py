@@ -25,7 +25,7 @@ import torch
 from decode import naive_step
 from measure import Peak, gpu_events, seconds_of
 from members import SHAPES, push_along, random_members
-from quantized import quantisation
+from quantized import quantise
 from report import milliseconds, print_heads, print_row, setting
 from spans import NUM_PUSHED_IDS, WORDS_APART, timed
 from texts import Replay, text_ids
@@ -287,11 +287,8 @@ def main() -> None:
     args = parser.parse_args()
     args.batches = sorted({1, *args.batches})
     ensemble = random_members(args.members, args.tokenizers, args.devices, ReplayingEnsemble)
-    if args.weights:
-        from torchao.quantization import quantize_
-
-        for model in ensemble.members:
-            quantize_(model, quantisation(args.weights, args.devices[0]).quant_type)
+    for model in ensemble.members if args.weights else ():
+        quantise(model, args.weights, args.devices[0])
     longest = max([args.prompt, args.beginning, *args.lengths]) + max(args.new_tokens, NUM_PROFILED)
     texts = [text_ids(tokenizer, longest) for tokenizer in ensemble.tokenizers]
     ensemble.replayed_ids = texts[0].tolist()

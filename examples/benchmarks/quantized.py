@@ -55,6 +55,13 @@ def quantisation(kind: str, device: str = "cpu") -> Any:
     return None
 
 
+def quantise(model: Any, kind: str, device: str) -> None:
+    """Quantise a loaded model in place by torchao."""
+    from torchao.quantization import quantize_
+
+    quantize_(model, quantisation(kind, device).quant_type)
+
+
 def load(kind: str, models: list[str]) -> EnsembleForCausalLM:
     """An ensemble of members of one kind."""
     if kind == "int8":
