@@ -24,6 +24,10 @@ _BLOCK_BYTES = 24 * 2**20
 _CUDA_BLOCK_BYTES = 224 * 2**20
 """The same on a GPU, where small pieces leave it idle."""
 
+_LEAST_HALVED = 16384
+"""Least number of anchors for rows in float16. With few anchors, the entries of a row differ by more than it can hold.
+"""
+
 _CONVERTED_ROWS = 16384
 _ALIGNMENT = 8
 _TINY = 1e-30
@@ -37,8 +41,8 @@ class RelativeRows:
     are formed and kept on the embeddings' device. When no more fit, those unused for longest are dropped. Rows of
     tokens without an embedding (all zeros) are uniform. Not safe for several threads or CUDA streams at once.
 
-    Rows are kept in float32; on a GPU with Triton, those of 16-bit embeddings in float16 if `sharpness` is given, with
-    a float32 factor for each row. Sums over rows are in float32.
+    Rows are kept in float32; on a GPU with Triton, long ones of 16-bit embeddings in float16 if `sharpness` is given,
+    with a float32 factor for each row. Sums over rows are in float32.
 
     Args:
         embeddings: Of shape `(vocab_size, hidden_size)`; not copied.
@@ -67,7 +71,7 @@ class RelativeRows:
         if self._kernels is not None:
             block = self._kernels.WIDTH_OF_BLOCKS
             self._width = -(-self._num_anchors // block) * block
-            if embeddings.dtype != torch.float32 and sharpness is not None:
+            if embeddings.dtype != torch.float32 and sharpness is not None and self._num_anchors >= _LEAST_HALVED:
                 self._dtype = torch.float16
             # Kept in the order of ids, so that neighbours in a row of products are read together.
             order = anchor_ids.argsort()

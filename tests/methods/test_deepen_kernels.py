@@ -72,6 +72,18 @@ def test_rows_that_batches_share_change_nothing(num_rows, support, variant, devi
             assert rows._id_at[rows._slot_of[kept]].tolist() == kept.tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_few_anchors_tiny_entries_count(dtype, device, monkeypatch):
+    """Each token of the support may be near one anchor and far from all others."""
+    config = DeepenConfig(num_anchors=5, support=3, num_steps=9)
+    cases = [pair(on, batch_size=9) for on in ("cpu", device)]
+    for case in cases:
+        case.embeddings = [embedding.to(dtype) for embedding in case.embeddings]
+    found = cases[1].mix(config)
+    monkeypatch.setattr(relative, "_kernels", lambda device: None)
+    torch.testing.assert_close(found.cpu(), cases[0].mix(config), atol=1e-5, rtol=1e-3)
+
+
 def test_a_batch_whose_ids_fit_is_searched_at_once_and_a_larger_one_in_few_parts(device, monkeypatch):
     case, search, sizes = pair(device, batch_size=6), Deepen._search_logits, []
     monkeypatch.setattr(Deepen, "_search_logits", lambda *args: sizes.append(len(args[1])) or search(*args))
@@ -118,6 +130,7 @@ def test_rows_unused_for_longest_are_dropped_first(device, monkeypatch):
 def test_kept_rows_are_those_that_are_formed(sharpness, dtype, copies_anchors, device, monkeypatch):
     """In 16 bits if the embeddings are: with eleven bits of precision, and a floor far below what counts."""
     monkeypatch.setattr(relative, "_COPY_BYTES", 2**20 * copies_anchors)
+    monkeypatch.setattr(relative, "_LEAST_HALVED", 700)
     generator = torch.Generator().manual_seed(1)
     embeddings = torch.randn(900, 24, generator=generator).to(device, dtype)
     embeddings[7] = 0
