@@ -107,7 +107,7 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def _int8_matrix(weight: Any) -> tuple[Tensor, Tensor] | None:
-    """The int8 matrix of torchao's `Int8WeightOnlyConfig`, and a scale for each row; None for any other weight."""
+    """The int8 matrix of torchao's `Int8WeightOnlyConfig`, and one scale or one for each row; None for other weights."""
     # torchao's other kinds of int8 change the activations, too.
     of_activations = ("act_quant_kwargs", "act_pre_scale")
     if type(weight).__name__ != "Int8Tensor" or any(
@@ -115,9 +115,8 @@ def _int8_matrix(weight: Any) -> tuple[Tensor, Tensor] | None:
     ):
         return None
     numbers, scale = weight.qdata, weight.scale
-    if numbers.ndim != 2 or not numbers.is_contiguous() or scale.numel() not in (1, len(numbers)):
-        return None
-    return numbers, scale.float().flatten().expand(len(numbers)).contiguous()
+    is_known = scale.numel() == 1 or scale.numel() == len(scale) == len(numbers)
+    return (numbers, scale) if is_known and numbers.ndim == 2 and numbers.is_contiguous() else None
 
 
 def _window(attention: Any) -> int | None:
@@ -169,6 +168,8 @@ def _linear(linear: Any, kernels: Any, states: Tensor) -> Tensor:
 def _int8_linear(linear: Any, kernels: Any, numbers: Tensor, scale: Tensor, states: Tensor) -> Tensor:
     # torchao writes out the whole matrix in the dtype of the states, which only many vectors are worth.
     if states.numel() <= kernels.MOST_VECTORS * states.shape[-1]:
+        # Usually a view. Weights that are loaded in place change the scale, too.
+        scale = scale.float().flatten().expand(len(numbers)).contiguous()
         found: Tensor = kernels.product(states, numbers, linear.bias, scale)
         return found
     return torch.nn.functional.linear(states, linear.weight, linear.bias)

@@ -192,8 +192,8 @@ class Int8Tensor(torch.nn.Parameter):
 
     act_quant_kwargs = None
 
-    def __new__(cls, weight):
-        scale = weight.detach().abs().amax(-1, keepdim=True) / 127
+    def __new__(cls, weight, dims=-1):
+        scale = weight.detach().abs().amax(dims, keepdim=True) / 127
         numbers = (weight.detach() / scale).round().to(torch.int8)
         made = super().__new__(cls, numbers * scale, requires_grad=False)
         made.qdata, made.scale = numbers, scale
@@ -214,6 +214,23 @@ def test_weights_of_torchao_in_int8_are_multiplied_as_they_are(kernels):
     # Each of two rows has 8, 1, 4, 1, 32 and 256 ids; a layer has seven matrices.
     num_int8 = 7 * model.config.num_hidden_layers - 1
     assert counts == {16: num_int8, 2: 2 * num_int8, 8: num_int8}
+
+
+@pytest.mark.parametrize("dims", [-1, 0, (0, 1)], ids=["rows", "columns", "whole"])
+def test_int8_weights_that_are_loaded_in_place_are_read_anew(dims, kernels):
+    model = KINDS["llama"](contracts.small()).to(kernels.device)
+    weights = [Int8Tensor(layer.self_attn.v_proj.weight, dims) for layer in model.model.layers]
+    assert weights[0].shape[0] == weights[0].shape[1]
+    for layer, weight in zip(model.model.layers, weights, strict=True):
+        layer.self_attn.v_proj.weight = weight
+    member = LocalMember(model, contracts.small())
+    for _ in range(2):
+        found = follow(member, "fused", STEPS)
+        for one, expected in zip(found, follow(member, "recompute", STEPS), strict=True):
+            torch.testing.assert_close(one, expected, atol=2e-4, rtol=1e-3)
+        for weight in weights:
+            weight.scale.mul_(-3)
+            weight.data.mul_(-3)
 
 
 def test_a_fused_model_leaves_nothing_for_the_garbage_collector(on_cpu):
