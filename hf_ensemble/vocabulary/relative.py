@@ -112,7 +112,9 @@ class RelativeRows:
             num_missing: Number of ids that are not kept yet.
         """
         if self._kept is None:
-            self._kept = self._inverse_norms.new_zeros(self.capacity, self._width, dtype=self._dtype)
+            # Kernels read columns beyond the anchors; without them, memory is used only as rows come.
+            new = torch.empty if self._kernels is None else torch.zeros
+            self._kept = new(self.capacity, self._width, dtype=self._dtype, device=self.device)
         self._time += 1
         slots = self._slot_of[ids]
         self._used_at.index_fill_(0, torch.where(slots < 0, self.capacity, slots), self._time)
