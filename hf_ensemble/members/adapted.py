@@ -124,14 +124,22 @@ def restore_trained(flags: list[tuple[Tensor, bool]]) -> None:
         weight.requires_grad_(is_trained)
 
 
-def states_of_weights(model: torch.nn.Module) -> list[tuple[int, int]]:
+def states_of_weights(model: torch.nn.Module) -> list[tuple[tuple[int, ...], int]]:
     """Return a value that changes when a model's weights are written to or replaced."""
     return [(address_of(weight), weight._version) for weight in model.parameters()]
 
 
-def address_of(tensor: Tensor) -> int:
-    """Return the memory address of a tensor."""
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors of a weight: those that a quantiser packed it into, or else the weight itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in plain_tensors(getattr(tensor, name))]
+
+
+def address_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the memory addresses of a weight's tensors."""
     try:
-        return tensor.data_ptr()
-    except RuntimeError:  # for tensors that only wrap others
-        return id(tensor)
+        # A weight that a quantiser packed has no address of its own: PyTorch says 0 for all.
+        return tuple(part.data_ptr() for part in plain_tensors(tensor))
+    except RuntimeError:  # for tensors without memory
+        return (id(tensor),)

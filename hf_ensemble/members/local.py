@@ -12,10 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..errors import ConfigurationError
 from ..offers import ALL_OFFERS
 from ..vocabulary.token_bytes import TEXT
+from .adapted import plain_tensors
 from .cache_probe import NUM_TRIAL_IDS, find_cache_mode
 from .cached_rows import CACHE_MODES, CAPTURED_MODES, CachedRows
 from .member import Member, end_ids_of
-from .member_model import MemberModel, plain_tensors
+from .member_model import MemberModel
 from .per_row_cache import SeparateRows
 from .repacked_cache import RepackedRows
 from .shared_weights import SharedRows, SharedWeights

@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedModel
 from .. import messages
 from ..config import last_part
 from ..errors import ConfigurationError
-from .adapted import address_of
+from .adapted import address_of, plain_tensors
 
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 
@@ -206,13 +206,6 @@ def window_of(config: Any, kind: str | None) -> int | None:
         kind: One of its `layer_types`; None if it has none, so that all layers are alike.
     """
     return None if kind == "full_attention" else getattr(config, "sliding_window", None)
-
-
-def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors of a weight: those that a quantiser packed it into, or else the weight itself."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    return [part for name in tensor.__tensor_flatten__()[0] for part in plain_tensors(getattr(tensor, name))]
 
 
 def tensors_of(models: Iterable[torch.nn.Module]) -> list[Tensor]:

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hf_ensemble import MemberError
@@ -231,6 +232,20 @@ def test_int8_weights_that_are_loaded_in_place_are_read_anew(dims, kernels):
         for weight in weights:
             weight.scale.mul_(-3)
             weight.data.mul_(-3)
+
+
+def test_replaced_weights_are_noticed_though_they_only_pack_others():
+    """Such tensors have no address: kernels and graphs would go on reading the old numbers."""
+    member = LocalMember(KINDS["llama"](contracts.small()), contracts.small())
+    linear = member.model.model.layers[0].mlp.up_proj
+    plain = linear.weight.detach()
+    seen = []
+    for part in (plain.clone(), plain.clone()):
+        linear.weight = torch.nn.Parameter(TwoTensor(part, part), requires_grad=False)
+        seen += member.fingerprint(), member.fingerprint()
+    linear.weight.b = plain.clone()
+    seen.append(member.fingerprint())
+    assert seen[0] == seen[1] != seen[2] == seen[3] != seen[4]
 
 
 def test_a_fused_model_leaves_nothing_for_the_garbage_collector(on_cpu):
