@@ -323,6 +323,7 @@ class BufferPool:
     def __init__(self, member: MemberModel):
         self._member = weakref.proxy(member)
         self._free: list[StaticBuffers] = []
+        self._has_failed = False
         self._lock = threading.Lock()
 
     def acquire(self, num_rows: int, capacity: int, made_for: Any = None, is_fused: bool = False) -> StaticBuffers:
@@ -348,10 +349,12 @@ class BufferPool:
                     self._free.remove(buffers)
                     buffers.clear()
                     return buffers
-            num_bytes = 0
+            # After a failure, which may be for want of memory, everything goes.
+            most_others, num_bytes = 0 if self._has_failed else _MOST_OTHERS, 0
+            self._has_failed = False
             for number, buffers in enumerate(reversed(list(self._free))):
                 num_bytes += buffers.num_bytes
-                is_small = number < _MOST_OTHERS and num_bytes <= _MOST_OTHER_BYTES
+                is_small = number < most_others and num_bytes <= _MOST_OTHER_BYTES
                 if not is_small or (buffers.made_for, buffers.is_fused) != made:
                     self._free.remove(buffers)
                     buffers.wait()  # for a step that ran ahead, because its memory is about to be reused
@@ -359,6 +362,8 @@ class BufferPool:
 
     def release(self, buffers: StaticBuffers) -> None:
         """Take buffers back."""
-        if not buffers.is_spent:
-            # Without the lock, because a finalizer may run in a thread that holds it.
+        # Without the lock, because a finalizer may run in a thread that holds it.
+        if buffers.is_spent:
+            self._has_failed = True
+        else:
             self._free.append(buffers)

@@ -258,6 +258,29 @@ def test_calls_of_different_sizes_in_turn_find_their_buffers_again(static, monke
     assert [buffers() is not None for buffers in (*first, last)] == [True, False, True]
 
 
+def test_after_memory_ran_out_what_was_kept_for_other_calls_goes(static):
+    member = pair()._members[0]
+
+    def call(*lengths):
+        state = MemberState(member, [PlainContext([20 + n % 50 for n in range(length)]) for length in lengths])
+        with torch.no_grad():
+            state.logits()
+        return weakref.ref(state.caches._buffers)
+
+    def run_out(module, args, kwargs):
+        if len(kwargs["input_ids"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    handle = member.model.register_forward_pre_hook(run_out, with_kwargs=True)
+    first = [call(10), call(200)]
+    with pytest.raises(MemberError, match="out of memory"):
+        call(400, 390, 380)
+    assert all(buffers() is not None for buffers in first)
+    call(400, 390)
+    assert [buffers() for buffers in first] == [None, None]
+    handle.remove()
+
+
 def test_fewer_rows_in_buffers_for_more_are_up_to_date(static):
     member = pair()._members[0]
     for num_rows in (8, 3, 1, 7):
