@@ -350,12 +350,12 @@ class BufferPool:
                     buffers.clear()
                     return buffers
             # After a failure, which may be for want of memory, everything goes.
-            most_others, num_bytes = 0 if self._has_failed else _MOST_OTHERS, 0
+            num_places, num_bytes = 0 if self._has_failed else _MOST_OTHERS, _MOST_OTHER_BYTES
             self._has_failed = False
-            for number, buffers in enumerate(reversed(list(self._free))):
-                num_bytes += buffers.num_bytes
-                is_small = number < most_others and num_bytes <= _MOST_OTHER_BYTES
-                if not is_small or (buffers.made_for, buffers.is_fused) != made:
+            for buffers in reversed(list(self._free)):
+                if num_places and buffers.num_bytes <= num_bytes and (buffers.made_for, buffers.is_fused) == made:
+                    num_places, num_bytes = num_places - 1, num_bytes - buffers.num_bytes
+                else:
                     self._free.remove(buffers)
                     buffers.wait()  # for a step that ran ahead, because its memory is about to be reused
         return StaticBuffers(self._member, num_rows, capacity, *made)

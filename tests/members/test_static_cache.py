@@ -256,6 +256,9 @@ def test_calls_of_different_sizes_in_turn_find_their_buffers_again(static, monke
     last = call(400)
     # The one used last comes first.
     assert [buffers() is not None for buffers in (*first, last)] == [True, False, True]
+    again = call(200)
+    # A large one that goes takes no small one with it.
+    assert [buffers() is not None for buffers in (first[0], last, again)] == [True, False, True]
 
 
 def test_after_memory_ran_out_what_was_kept_for_other_calls_goes(static):
