@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..members.adapted import address_of
 from ..members.cuda_graphs import Captured
 from ..members.entries import EntryIds
 from ..members.member import Member
@@ -322,7 +323,7 @@ def _captured_mix(method: TokenMethod) -> Captured:
 
 def versions_of(weights: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     """A value that changes when weights are moved, cast, replaced or trained; only for comparison."""
-    return [(w.data_ptr(), w.dtype, w.device, 0 if w.is_inference() else w._version) for w in weights]
+    return [(address_of(w), w.dtype, w.device, 0 if w.is_inference() else w._version) for w in weights]
 
 
 def eos_ids_of(members: Sequence[Member], primary_eos_ids: Sequence[int]) -> list[list[int]]:

@@ -16,6 +16,7 @@ from hf_ensemble.members import fused_model as fusing
 from hf_ensemble.members import static_buffers
 from hf_ensemble.members.local import LocalMember
 from hf_ensemble.members.state import MemberState, PlainContext
+from hf_ensemble.methods.base import versions_of
 from tests import contracts, tiny
 from tests.triton import DEVICE, needs_triton
 
@@ -246,6 +247,8 @@ def test_replaced_weights_are_noticed_though_they_only_pack_others():
     linear.weight.b = plain.clone()
     seen.append(member.fingerprint())
     assert seen[0] == seen[1] != seen[2] == seen[3] != seen[4]
+    packed = TwoTensor(plain.clone(), plain), TwoTensor(plain.clone(), plain)
+    assert versions_of(packed[:1]) == versions_of(packed[:1]) != versions_of(packed[1:])
 
 
 def test_a_fused_model_leaves_nothing_for_the_garbage_collector(on_cpu):
