@@ -150,9 +150,9 @@ def memory_above(ensemble, ids: torch.Tensor, args: argparse.Namespace) -> float
     peak = Peak(args.devices)
     for method in args.methods:
         time_ensemble(ensemble, ids, args.new_tokens, method)
-    caches = [buffers.cache for member in ensemble.member_views for buffers in member.buffer_pool._free]
-    held = [*tensors_of(ensemble.members), *(tensor for cache in caches for tensor in cache.blocks)]
-    return (peak.bytes() - sum(tensor.nbytes for tensor in held)) / 2**30
+    caches = sum(buffers.num_bytes for member in ensemble.member_views for buffers in member.buffer_pool._free)
+    weights = sum(tensor.nbytes for tensor in tensors_of(ensemble.members))
+    return (peak.bytes() - weights - caches) / 2**30
 
 
 def show_copies(ensemble, ids: torch.Tensor, method: str) -> str:

@@ -250,16 +250,14 @@ class Deepen(TokenMethod):
         counts, ids, places = [is_fused.sum()], [], []
         for index, member_logits in masked.items():
             rows, size = self._rows[index], self._sizes[index]
-            every = torch.arange(member_logits.shape[-1], device=self.device)
-            if size is not None:
-                best = top_entries(self._alive(member_logits, index), size)[1]
-            if size is None or len(weights) == 1:
-                own = every if size is None else best[0]
-                num_ids, is_needed = torch.full_like(counts[0], len(own)), is_asked[:, index].any()
-            else:
-                own, place, num_ids = distinct_ids(best, is_asked[:, index], every, rows.capacity)
+            best = None if size is None else top_entries(self._alive(member_logits, index), size)[1]
+            if best is not None and len(best) > 1:
+                own, place, num_ids = distinct_ids(best, is_asked[:, index], member_logits.shape[-1], rows.capacity)
                 places.append(place)
                 is_needed = torch.arange(len(own), device=self.device) < num_ids
+            else:
+                own = torch.arange(member_logits.shape[-1], device=self.device) if best is None else best[0]
+                num_ids, is_needed = torch.full_like(counts[0], len(own)), is_asked[:, index].any()
             is_missing = rows.is_missing(own.to(rows.device)).to(self.device)
             counts += [num_ids, (is_missing & is_needed).sum()]
             ids.append(own)

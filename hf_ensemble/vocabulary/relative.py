@@ -83,13 +83,13 @@ class RelativeRows:
                 self._order, self._places = order, order.argsort()
         self.are_shared = self._kernels is not None
         self.capacity = max(1, min(vocab_size, _CACHE_BYTES // (self._dtype.itemsize * self._width)))
-        # The last entry of each stands for none.
-        self._slot_of = anchor_ids.new_full((vocab_size + 1,), -1)
-        self._id_at = anchor_ids.new_full((self.capacity + 1,), vocab_size)
-        self._used_at = torch.zeros_like(self._id_at)
+        # The last entry of each stands for none. `forget` fills them in place, because graphs read them.
+        self._slot_of = anchor_ids.new_empty(vocab_size + 1)
+        self._id_at, self._used_at = (anchor_ids.new_empty(self.capacity + 1) for _ in range(2))
         self._time = 0
-        self._kept: Tensor | None = None
+        self._kept: Tensor | None
         self._factors = self._inverse_norms.new_zeros(self.capacity)
+        self.forget()
 
     def is_missing(self, ids: Tensor) -> Tensor:
         """Whether there is no kept row for some ids.
@@ -139,11 +139,12 @@ class RelativeRows:
                 begin += len(block)
             return
         for part, products in self._products_of(ids):
-            own, slots_of_part, slots = self._inverse_norms[part], slots[: len(part)], slots[len(part) :]
+            own = self._inverse_norms[part] if self._sharpness is None else None
+            slots_of_part, slots = slots[: len(part)], slots[len(part) :]
             with _on(self.device):
                 self._kernels.keep_rows(
-                    products, self._column_of, self._scale_of, own if self._sharpness is None else None,
-                    self._sharpness or 0.0, self._kept, self._factors, slots_of_part,
+                    products, self._column_of, self._scale_of, own, self._sharpness or 0.0,
+                    self._kept, self._factors, slots_of_part,
                 )  # fmt: skip
 
     def take(self, ids: Tensor, places: Tensor | None = None) -> "TakenRows | KeptRows":
@@ -286,25 +287,26 @@ class TakenRows:
             yield slice(start, start + size), self._rows.form(self._ids[start : start + size])
 
 
-def distinct_ids(ids: Tensor, is_asked: Tensor, every: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+def distinct_ids(ids: Tensor, is_asked: Tensor, vocab_size: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """Find the distinct ids of a batch, without reading on the host.
 
     Args:
         ids: Of shape `(batch_size, num_own)`.
         is_asked: Whose ids count, of shape `(batch_size,)`.
-        every: All ids there are, of shape `(vocab_size,)`.
+        vocab_size: Number of ids there are.
         capacity: Largest number to return.
 
     Returns:
         The distinct ids, of shape `(num_ids,)`, filled up with 0; where the ids of each row are among them, of the shape
         of `ids`; and how many distinct ids the batch has, which may be more than `capacity`.
     """
-    most, none = min(capacity, ids.numel()), len(every)
-    is_wanted = torch.zeros(none + 1, dtype=torch.bool, device=ids.device)
-    is_wanted.index_fill_(0, torch.where(is_asked[:, None], ids, none).flatten(), True)
-    is_wanted = is_wanted[:none]
+    most = min(capacity, ids.numel())
+    is_wanted = torch.zeros(vocab_size + 1, dtype=torch.bool, device=ids.device)
+    is_wanted.index_fill_(0, torch.where(is_asked[:, None], ids, vocab_size).flatten(), True)
+    is_wanted = is_wanted[:vocab_size]
     place = is_wanted.cumsum(0) - 1
-    distinct = every.new_zeros(most + 1)
+    distinct = ids.new_zeros(most + 1)
+    every = torch.arange(vocab_size, device=ids.device)
     distinct.scatter_(0, torch.where(is_wanted, place.clamp_max(most), most), every)
     return distinct[:most], place.clamp(0, most - 1)[ids], is_wanted.sum()
 
